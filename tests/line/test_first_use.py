@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.pytorch import synchronization
 from tests.helpers import assert_same, backward, batches, mlp, one, sgd, train
 
 WRAPPERS = [DCLOptimizer, DCPOptimizer]
@@ -48,32 +46,6 @@ def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrap
     assert_same(model.state_dict(), before)
     assert is_short(str(caught.value))
     assert optimizer.logs()["step"] == 0
-
-
-# ---- batches that are not finite -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "start"), [(DCLOptimizer, 3), (DCLOptimizer, 5), (DCPOptimizer, 1), (DCPOptimizer, 3)]
-)
-def test_after_a_batch_of_nan_the_penalty_is_nan_also_where_values_are_not_read(
-    wrapper: Any, start: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
-    model = mlp()
-    optimizer = wrapper(sgd(model), model)
-    data = list(batches(9))
-    train(model, optimizer, data[: start - 1])
-    found = []
-
-    def train_on_nan() -> None:
-        for x, y in data[start - 1 :]:
-            train(model, optimizer, [(x * torch.nan, y)])
-            found.append(optimizer.logs()["penalty"])
-
-    with pytest.warns(UserWarning, match="non-finite"):
-        train_on_nan()
-    assert all(map(math.isnan, found))
 
 
 # ---- softmax before the loss -----------------------------------------------------------------------------------------
@@ -111,13 +83,6 @@ def with_weights(z: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(z, y, torch.linspace(0.5, 2.0, z.shape[1]).to(z), label_smoothing=0.1)
 
 
-class NanRows(nn.Module):
-    """The first rows are padded."""
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z.masked_fill((torch.arange(len(z)) < 3)[:, None], torch.nan)
-
-
 NOT_0, IS_0 = (
     "do not sum to 0, as of sigmoid outputs, probabilities, regression",
     "rows have different factors, as with class weights",
@@ -126,11 +91,6 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Module], str
     "sigmoid": (binary, [], NOT_0),
     "one logit": (lambda z, y: F.mse_loss(z[:, 0], y.double()), [nn.Linear(5, 1).double()], "one logit a row"),
     "nll": (F.nll_loss, [], NOT_0),
-    "nll of a softmax layer": (
-        lambda p, y: F.nll_loss(p.log(), y),
-        [nn.Softmax(1)],
-        "rows of the model's output are probabilities",
-    ),
     "hidden states": (  # as F.linear_cross_entropy takes
         lambda h, y: F.cross_entropy(F.linear(h, torch.ones(7, h.shape[1]).tril().to(h)), y),
         [],
@@ -140,27 +100,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Module], str
     "class weights with smoothing": (with_weights, [], IS_0),
     "three classes, mixed": (mixed, [nn.Linear(5, 3).double()], IS_0),
     "two classes, mixed": (mixed, [nn.Linear(5, 2).double()], IS_0),
-    "a policy of probabilities": (
-        lambda p, y: -torch.distributions.Categorical(probs=p).log_prob(y).mul(torch.arange(len(y))).mean(),
-        [nn.Softmax(1)],
-        "rows of the model's output are probabilities",
-    ),
-    "rows of nan that are ignored": (
-        lambda z, y: F.cross_entropy(z.masked_fill(z.isnan(), 0.0), y.where(z[:, 0].isfinite(), -100)),
-        [NanRows()],
-        "logits that are not finite, in rows that the loss ignores",
-    ),
 }
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_one_logit_under_a_softmax_is_said_once(wrapper: Any) -> None:
-    """Its loss and its gradient are always 0."""
-    model = mlp().append(nn.Linear(5, 1).double())
-    with pytest.warns(UserWarning, match=r"a batch gets no penalty.*\n  Seen: one logit a row") as caught:
-        train(model, wrapper(sgd(model), model), [(x, 0 * y) for x, y in batches(30)])
-    assert len(caught) == 1
-    assert is_short(str(caught[0].message))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -172,10 +112,6 @@ def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(
     x, y = one()
     value = loss(model(x), y % min(3, model(x).shape[1]))
     fix = r"loss \+ optimizer\.penalty\(logits, labels\)"
-    if name == "one logit":  # for which the term has no classes either
-        fix = r"one output for each class, or use DCLOptimizer with loss \+ optimizer\.penalty\(logits\)"
-    if seen.endswith("are probabilities"):  # with probabilities the term would have hardly any effect
-        fix = rf"return logits from the model, take their softmax in the loss, and add the penalty, {fix}"
     message = rf"cannot read the labels.*\n  Seen: .*{seen}.*\n  Fix: .*{fix}.*\. See docs/losses\.md"
     with pytest.raises(RuntimeError, match=message) as caught:
         value.backward()
