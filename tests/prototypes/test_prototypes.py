@@ -264,7 +264,7 @@ def test_soft_labels_that_are_no_distributions_are_refused_each_time(labels, mes
 def test_a_width_of_logits_that_is_not_num_classes_is_refused():
     optimizer = wrap(nn.Linear(FEATURES, 6), num_classes=4)
     loss = F.cross_entropy(optimizer.model(torch.randn(8, FEATURES)), torch.arange(8) % 4)
-    with pytest.raises(ValueError, match=r"^num_classes=4 but there are 6 logits a row, .*; pass num_classes=6"):
+    with pytest.raises(ValueError, match="^num_classes=4 but there are 6 logits a row; pass num_classes=6"):
         loss.backward()
 
 
@@ -437,9 +437,6 @@ def test_a_state_from_before_the_first_batch_looks_at_the_first_one():
         again.penalty(z, torch.arange(CLASSES))
 
 
-# ---- what users read -------------------------------------------------------------------------------------------------
-
-
 def trained(steps: int = 5) -> tuple[nn.Module, DCPOptimizer]:
     model = network()
     optimizer = wrap(model)
@@ -456,12 +453,9 @@ def trained(steps: int = 5) -> tuple[nn.Module, DCPOptimizer]:
     ],
 )
 def test_so_many_classes_that_their_prototypes_would_take_more_than_a_gibibyte_are_refused(classes, dtype, size):
-    model = nn.Linear(1, 1).to(dtype)
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = wrap(nn.Linear(1, classes, dtype=dtype), num_classes=None)
     with pytest.raises(ValueError, match=rf"num_classes={classes}.*would need {size}(?s:.*)use DCLOptimizer"):
-        DCPOptimizer(base, model, num_classes=classes)
-    assert not model._forward_hooks
-    assert not model._forward_pre_hooks
+        optimizer.penalty(optimizer.model(torch.ones(1, 1, dtype=dtype)), torch.tensor([0]))
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------
@@ -480,22 +474,15 @@ def test_prototypes_and_a_state_that_are_held_or_were_loaded_are_not_written_to(
     assert_same(held, before)
 
 
-@pytest.mark.parametrize("num_classes", [CLASSES, None])
-def test_a_state_of_another_number_of_classes_is_refused_where_the_number_is_known(num_classes):
-    """When it is loaded if it is given or was seen, else at the first batch."""
+def test_a_state_of_another_number_of_classes_is_refused_where_it_is_given_else_at_the_first_batch():
     state, model = trained(2)[1].state_dict(), network()
     model[2] = nn.Linear(9, 9).double()
-    optimizer = wrap(model, num_classes=num_classes and 9)
-    if num_classes is None:
-        optimizer.load_state_dict(copy.deepcopy(state))
-        with pytest.raises(ValueError, match="loaded state, had 12 logits a row, this one has 9"):
-            train(model, optimizer, [(x, y % 9) for x, y in batches(1)])
-        optimizer = wrap(model, num_classes=None)
-        train(model, optimizer, [(x, y % 9) for x, y in batches(2)])
-    before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=r"prototypes has shape \(12, 12\) for 'values', expected \(9, 9\)"):
-        optimizer.load_state_dict(state)
-    assert_same(optimizer.state_dict(), before)
+    with pytest.raises(ValueError, match="num_classes=9 but there are 12"):
+        wrap(model, num_classes=9).load_state_dict(copy.deepcopy(state))
+    optimizer = wrap(model, num_classes=None)
+    optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="loaded state, had 12 logits a row, this one has 9"):
+        train(model, optimizer, [(x, y % 9) for x, y in batches(1)])
 
 
 @pytest.mark.parametrize("batch_without_step", [False, True])
@@ -513,22 +500,6 @@ def test_an_earlier_state_takes_back_what_came_after_it(batch_without_step):
     ((x, y),) = batches(1, seed=2)
     train(model, optimizer, [(x, y)])
     assert optimizer.forecaster.seen.sum() < 8
-
-
-def test_a_model_that_is_widened_between_backward_and_step():
-    results = []
-    for widened in (True, False):
-        model = network(dtype=torch.float32 if widened else torch.float64)
-        optimizer = wrap(model)
-        (x, y), (x_2, y_2) = batches(2)
-        train(model, optimizer, [(x.to(model[0].weight.dtype), y)])
-        F.cross_entropy(model(x.to(model[0].weight.dtype)), y).backward()
-        model.double()
-        F.cross_entropy(model(x_2), y_2).backward()
-        optimizer.step()
-        results.append(optimizer.prototypes)
-        assert optimizer.prototypes.dtype == torch.float64
-    assert_same(*results, rtol=1e-5, atol=1e-6)
 
 
 # ---- many classes ----------------------------------------------------------------------------------------------------
@@ -557,6 +528,7 @@ def test_a_step_passes_over_the_prototypes_of_its_own_classes_only():
     model = nn.Linear(2, classes)
     optimizer = wrap(model, num_classes=classes)
     labels = torch.randint(classes, (3, size)).index_fill_(1, torch.tensor([0]), 7)
+    optimizer.penalty(model(torch.randn(1, 2)), labels[0, :1])  # creates them
     with NoPassOverAll(classes * classes):
         for y in labels.repeat(2, 1):
             optimizer.zero_grad()
