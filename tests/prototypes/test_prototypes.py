@@ -264,7 +264,7 @@ def test_soft_labels_that_are_no_distributions_are_refused_each_time(labels, mes
 def test_a_width_of_logits_that_is_not_num_classes_is_refused():
     optimizer = wrap(nn.Linear(FEATURES, 6), num_classes=4)
     loss = F.cross_entropy(optimizer.model(torch.randn(8, FEATURES)), torch.arange(8) % 4)
-    with pytest.raises(ValueError, match="^num_classes=4 but there are 6 logits a row; pass num_classes=6"):
+    with pytest.raises(ValueError, match=r"^num_classes=4 but there are 6 logits a row; pass num_classes=6"):
         loss.backward()
 
 
