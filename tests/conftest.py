@@ -46,7 +46,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--without-guards", action="store_true", help="the tests of the method, with guards that do nothing")
+    parser.addoption(
+        "--without-guards", action="store_true", help="the tests of the method, with guards that do nothing"
+    )
 
 
 def pytest_configure(config):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import distances
+from dcl_optim import DCPOptimizer, distances
 from tests import reference
 from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
 from tests.reference import ALPHA, VARIANTS, WEIGHT, by_hand, step_once_there_is_a_gradient, wrap
@@ -59,31 +60,6 @@ def test_an_empty_first_group(variant):
         return model.state_dict()
 
     assert_same(run([{"params": [], "weight_decay": 0.5}]), run([]))
-
-
-# ---- steps that are refused ------------------------------------------------------------------------------------------
-
-
-def test_step_without_a_training_forward_is_an_error_that_changes_nothing():
-    model = mlp()
-    optimizer = wrap("dcl", model)
-    x, y = one()
-    model.eval()
-    backward(model, x, y)
-    before = copy.deepcopy(model.state_dict())
-    message = r"(?s)DCLOptimizer.step found gradients, but no backward through a training forward.*strict=False"
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step(lambda: F.cross_entropy(model(x), y).backward())
-    assert_same(model.state_dict(), before)
-    optimizer.zero_grad()
-    optimizer.step()  # nothing to step on: as in torch.optim
-
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    backward(model, x, y)
-    optimizer.step()  # a dry step, as torch.distributed.checkpoint takes
 
 
 def test_strict_false_allows_unregularized_steps():
@@ -235,3 +211,13 @@ def test_other_loops_without_batches_warn_of_nothing(loop):
     optimizer = wrap("dcl", model, strict=False)
     for x, y in batches(25):
         loop(model, optimizer, x, y)
+
+
+def test_a_name_may_be_asked_for_before_the_constructor() -> None:
+    class Flagged(DCPOptimizer):
+        def __init__(self, *arguments: Any) -> None:
+            self.had_flag = hasattr(self, "flag")
+            super().__init__(*arguments)
+
+    model = mlp()
+    assert not Flagged(sgd(model), model).had_flag

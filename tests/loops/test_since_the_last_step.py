@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,42 +17,6 @@ from tests.reference import VARIANTS, learned, term_of, wrap
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_steps_without_a_term_are_counted_and_said_once(variant: str) -> None:
-    """They are the base optimizer's; the logs have no figures of the step before."""
-    optimizer = wrap(variant, mlp())
-    for number, (x, y) in enumerate(batches(8)):
-        optimizer.zero_grad()
-        z = optimizer.model(x)
-        loss = F.cross_entropy(z, y)
-        if number % 2 == 0:
-            loss = loss + term_of(optimizer)(z, y)
-        loss.backward()
-        with pytest.warns(UserWarning, match="a step without a penalty") if number == 1 else nullcontext():
-            optimizer.step()
-        assert math.isnan(optimizer.logs()["penalty"]) == bool(number % 2)
-    assert optimizer.logs()["skipped"] == 4
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_term_is_refused_after_detach(variant: str) -> None:
-    (x, y), optimizer = one(), wrap(variant, mlp())
-    optimizer.detach()
-    with pytest.raises(RuntimeError, match=r"penalty was called after detach\(\)"):
-        term_of(optimizer)(optimizer.model(x), y)
-    with torch.no_grad():
-        assert term_of(optimizer)(optimizer.model(x), y) == 0.0
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_state_that_is_loaded_between_penalty_and_backward_is_refused(variant: str) -> None:
-    (x, y), optimizer = one(), wrap(variant, mlp())
-    term = term_of(optimizer)(optimizer.model(x), y)
-    optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(RuntimeError, match="before the last step"):
-        term.backward()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant: str) -> None:
     (x, y), optimizer = one(), wrap(variant, mlp())
     z = optimizer.model(x)
@@ -66,29 +28,6 @@ def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant
     optimizer.detach()
     optimizer.step()
     assert optimizer.logs()["step"] == 2.0
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_learning_rate_of_0_hides_no_term_that_is_missing(variant: str) -> None:
-    """As in a warm-up; torch.distributed.checkpoint creates the state by such a step, without a forward pass."""
-    optimizer = wrap(variant, mlp())
-    for number, (x, y) in enumerate(batches(3)):
-        optimizer.param_groups[0]["lr"] = 0.0 if number else 0.1
-        optimizer.zero_grad()
-        z = optimizer.model(x)
-        term = term_of(optimizer)(z, y) if number < 2 else 0.0
-        (F.cross_entropy(z, y) + (term if number == 0 else 0.0)).backward()
-        if number == 0:
-            optimizer.step()
-        elif number == 1:
-            with pytest.raises(RuntimeError, match="took part in no backward pass"):
-                optimizer.step()
-            optimizer.zero_grad()
-            optimizer.load_state_dict(optimizer.state_dict())  # the script begins anew
-        else:
-            with pytest.warns(UserWarning, match="a step without a penalty"):
-                optimizer.step()
-    assert optimizer.logs()["skipped"] == 1
 
 
 # ---- where the logits are ------------------------------------------------------------------------------------------
@@ -117,16 +56,6 @@ def test_the_prototypes_term_takes_logits_that_the_model_hides() -> None:
             optimizer.step()
         found.append(([*model.parameters()], learned(optimizer)))
     assert_same(*found)
-
-
-def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_names_its_keys() -> None:
-    (x, y), model = one(), Scores()
-    optimizer = wrap("dcp", model)
-    F.cross_entropy(model(x)["scores"], y).backward()
-    before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"(?s)keys 'features', 'scores'.*logits=.*optimizer\.penalty\("):
-        optimizer.step()
-    assert_same([*model.parameters()], before)
 
 
 # ---- nothing is kept -----------------------------------------------------------------------------------------------

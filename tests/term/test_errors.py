@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -81,49 +80,6 @@ def test_dcl_needs_no_labels_and_says_which_output_is_the_logits() -> None:
         optimizer.penalty(side)
 
 
-LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "softmax": (lambda z: z.softmax(1), True),
-    "softmax in bfloat16": (lambda z: z.bfloat16().softmax(1), True),
-    "softmax that underflows": (lambda z: (1e4 * z).softmax(1), True),
-    "log_softmax": (lambda z: z.log_softmax(1), False),
-    "sigmoid": (lambda z: z.sigmoid(), True),
-    "a multiple of a sigmoid": (lambda z: 9 * z.sigmoid(), False),
-    "numbers from 0 to 1, as of a model that has just begun": (lambda z: 0.1 + 0.01 * z, False),
-    "a sum of 1 with negative entries": (lambda z: z - z.mean(1, keepdim=True) + 0.2, False),
-    "another sum": (lambda z: 1.001 * z.softmax(1), False),
-}
-
-
-@pytest.mark.parametrize("dense_too", [False, True])
-@pytest.mark.parametrize("what", LOGITS)
-def test_probabilities_in_place_of_logits_are_refused_each_time(what: str, dense_too: bool) -> None:
-    logits_of, refuses = LOGITS[what]
-    optimizer, (x, y) = wrap("dcp", mlp()), next(batches(1))
-    for _ in range(2):
-        z, labels = logits_of(optimizer.model(x)), y
-        if dense_too:
-            z, labels = z[:, :, None], y[:, None]
-        if refuses:
-            with pytest.raises(ValueError, match=r"(?s)^logits.*probabilities.*before softmax"):
-                optimizer.penalty(z, labels)
-        else:
-            optimizer.penalty(z, labels[: len(z)])
-    assert refuses == (optimizer.prototypes.shape == (0, 0))
-
-
-@pytest.mark.parametrize("ends_as_logits", [False, True])
-def test_few_rows_may_sum_to_one_by_chance_until_eight_were_seen(ends_as_logits: bool) -> None:
-    optimizer, (x, y) = wrap("dcp", mlp()), next(batches(1))
-    for rows in torch.arange(len(x)).split(3)[:2]:
-        optimizer.penalty(optimizer.model(x[rows]).softmax(1), y[rows])
-    if ends_as_logits:
-        optimizer.penalty(optimizer.model(x[:1]), y[:1])
-        optimizer.penalty(optimizer.model(x).softmax(1), y)
-        return
-    with pytest.raises(ValueError, match="probabilities"):
-        optimizer.penalty(optimizer.model(x[6:8]).softmax(1), y[6:8])
-
-
 @pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])
 def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(what: str) -> None:
     optimizer, (x, y) = wrap("dcl", mlp()), next(batches(1))
@@ -139,45 +95,6 @@ def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(wha
         fix += ".*use_reentrant=False"
     with pytest.raises(ValueError, match=rf"(?s)logits.*\(16, 5\).*training forward pass.*{fix}"):
         optimizer.penalty(z)
-
-
-# ---- a term that is not in the loss ----------------------------------------------------------------------------------
-
-
-def forgotten(optimizer: Any, z: Tensor, y: Tensor) -> None:
-    term_of(optimizer)(z, y)
-    F.cross_entropy(z, y).backward()
-
-
-def detached(optimizer: Any, z: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(z, y) + term_of(optimizer)(z, y).detach()).backward()
-
-
-def cleared_after_it_was_computed(optimizer: Any, z: Tensor, y: Tensor) -> None:
-    """As torch's tutorial clears."""
-    term_of(optimizer)(z, y)
-    optimizer.zero_grad()
-    F.cross_entropy(z, y).backward()
-
-
-@pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("way", [forgotten, detached, cleared_after_it_was_computed])
-@EACH
-def test_a_term_in_no_backward_pass_is_an_error_at_the_step(variant: str, way: Any, closure: bool) -> None:
-    optimizer, calm = (wrap(variant, mlp()) for _ in range(2))
-    data = list(batches(4))
-    x, y = data[2]
-    train(optimizer, data[:2])
-    before = copy.deepcopy(optimizer.model.state_dict())
-
-    def evaluate() -> None:
-        optimizer.zero_grad()
-        way(optimizer, optimizer.model(x), y)
-
-    with pytest.raises(RuntimeError, match=r"(?s)penalty.*add it to the loss"):
-        optimizer.step(evaluate) if closure else (evaluate(), optimizer.step())
-    assert_same(optimizer.model.state_dict(), before)
-    assert_same_training(train(optimizer, data[3:]), train(calm, [*data[:2], data[3]]))
 
 
 # ---- without gradients -----------------------------------------------------------------------------------------------

@@ -354,53 +354,6 @@ def test_a_second_term_of_the_same_logits_adds_its_gradient_by_its_factor(varian
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_term_is_not_differentiated_twice(variant: str) -> None:
-    """It would lose its second derivative without a word."""
-    (x, y), optimizer = one(), wrap(variant, mlp())
-    x.requires_grad_()
-    z = optimizer.model(x)
-    loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.grad(loss, x, create_graph=True)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_term_is_not_used_after_the_step(variant: str) -> None:
-    (x, y), optimizer = one(), wrap(variant, mlp())
-    term = term_of(optimizer)(optimizer.model(x), y)
-    term.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"(?s)before the last step.*and penalty if the script adds it"):
-        term.backward()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_term_of_a_loss_that_takes_its_gradients_in_its_forward_pass_is_named(variant: str) -> None:
-    """As fused cross-entropies do, which show their logits to nobody."""
-    (x, y), optimizer = one(), wrap(variant, mlp())
-    z = optimizer.model(x)
-
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, z: Tensor, own: Tensor) -> Tensor:
-            with torch.enable_grad():
-                loss = F.cross_entropy(own, y) + term_of(optimizer)(own, y)
-                (ctx.gradient,) = torch.autograd.grad(loss, own)
-            return loss.detach()
-
-        @staticmethod
-        def backward(ctx: Any, s: Tensor) -> Any:
-            return s * ctx.gradient, None
-
-    own = 1.0 * z.detach().requires_grad_() if variant == "dcp" else z
-    Fused.apply(z, own).backward()
-    with pytest.raises(
-        RuntimeError, match=r"(?s)no backward pass that goes on to the parameters.*outside of fused losses"
-    ):
-        optimizer.step()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_that_are_cleared_between_the_call_and_its_backward_pass_do_not_take_it_along(variant: str) -> None:
     """As in adversarial training: an attack by backward, then a forward pass of what it found."""
     trained = []
@@ -445,18 +398,6 @@ def test_two_losses_of_the_same_logits_get_one_penalty(variant: str, order: tupl
             optimizer.step()
         trained.append(optimizer)
     assert_same_training(*trained, **CLOSE)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_penalty_of_an_optimizer_that_another_has_replaced_is_refused(variant: str) -> None:
-    model, (x, y) = mlp(), one()
-    first, second = wrap(variant, model), wrap(variant, model)
-    z = model(x)
-    with pytest.raises(RuntimeError, match="another optimizer has wrapped the model"):
-        term_of(first)(z, y)
-    assert term_of(second)(z, y).requires_grad
-    with torch.no_grad():
-        assert term_of(first)(z, y) == 0
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
