@@ -2,6 +2,8 @@
 
 ``pytest`` alone runs the default suite, without the markers of ``REST``. Whoever names a path or ``-m`` gets what they
 name, so ``pytest tests dcl_optim docs README.md`` runs everything.
+
+``--without-guards`` has guards that do nothing, and leaves out the tests of guards: the method asks its guards nothing.
 """
 
 import gc
@@ -9,6 +11,7 @@ import random
 import signal
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,7 +20,8 @@ import torch._dynamo  # which the first optimizer imports, otherwise in the midd
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
-from tests.helpers import on_two_ranks
+import dcl_optim.algorithm
+from tests.helpers import NoGuards, on_two_ranks
 
 REST = ("integration", "example", "stress", "adversary")
 DEFAULT = " and ".join(f"not {marker}" for marker in REST)
@@ -25,6 +29,7 @@ FOLDERS = {
     "adversary": "adversary",
     "benchmarks": "example",
     "examples": "example",
+    "guards": "guard",
     "integrations": "integration",
     "reliability": "stress",
 }
@@ -40,7 +45,15 @@ settings.load_profile("seeded")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--without-guards", action="store_true", help="the tests of the method, with guards that do nothing"
+    )
+
+
 def pytest_configure(config):
+    if config.option.without_guards:
+        dcl_optim.algorithm.Guards = NoGuards
     if not config.option.markexpr and config.args_source is config.ArgsSource.TESTPATHS:
         config.option.markexpr = DEFAULT
     home = tempfile.TemporaryDirectory()  # or hypothesis writes into the repository's folder
@@ -50,12 +63,12 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     """Import no folder that the default suite leaves out: its packages need not be installed."""
-    if config.option.markexpr == DEFAULT and collection_path.parent == HERE and collection_path.name in FOLDERS:
-        return True
+    if config.option.markexpr == DEFAULT and collection_path.parent == HERE:
+        return FOLDERS.get(collection_path.name) in REST or None
     return None
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         assert " at 0x" not in item.nodeid, f"{item.nodeid} has another name in each of pytest-xdist's processes"
         folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
@@ -66,6 +79,16 @@ def pytest_collection_modifyitems(items):
         for marker in item.iter_markers("gpu"):
             if torch.cuda.device_count() < (marker.args or (1,))[0]:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    if config.option.without_guards:
+        of_guards = [item for item in items if item.get_closest_marker("guard")]
+        items[:] = [item for item in items if not item.get_closest_marker("guard")]
+        config.hook.pytest_deselected(items=of_guards)
+
+
+@pytest.fixture
+def without_guards():
+    """A context in which the optimizers that are made have guards that do nothing."""
+    return patch.object(dcl_optim.algorithm, "Guards", NoGuards)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import io
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dcl_optim
+import dcl_optim.algorithm
 from dcl_optim import DCLOptimizer
 from dcl_optim.progress import Forward
 
@@ -198,6 +200,14 @@ def through_a_file(saved: Any, weights_only: bool = True) -> Any:
     return torch.load(file, weights_only=weights_only)
 
 
+def _do_nothing(*arguments: Any) -> None:
+    """Stand for each method of the guards."""
+
+
+_METHODS = [name for name, value in vars(dcl_optim.algorithm.Guards).items() if inspect.isfunction(value)]
+NoGuards = type("NoGuards", (), dict.fromkeys(_METHODS, _do_nothing))  # for dcl_optim.algorithm.Guards
+
+
 # The ranks fork from a server that has these imported, which takes 3 s, and has run nothing.
 multiprocessing.set_forkserver_preload(["tests.helpers", "torch._dynamo"])
 
@@ -210,14 +220,21 @@ def on_two_ranks(function: Callable[..., None], folder: Path, *args: Any) -> Non
 def on_ranks(number: int, function: Callable[..., None], folder: Path, *args: Any) -> None:
     """The same in another number of processes."""
     with tempfile.TemporaryDirectory() as meeting:
-        settings = (number, function, folder, Path(meeting), args)
+        settings = (number, function, folder, Path(meeting), args, dcl_optim.algorithm.Guards)
         mp.start_processes(_rank, settings, nprocs=number, start_method="forkserver")
 
 
 def _rank(
-    rank: int, number: int, function: Callable[..., None], folder: Path, meeting: Path, args: tuple[Any, ...]
+    rank: int,
+    number: int,
+    function: Callable[..., None],
+    folder: Path,
+    meeting: Path,
+    args: tuple[Any, ...],
+    guards: Any,
 ) -> None:
     torch.set_num_threads(1)
+    dcl_optim.algorithm.Guards = guards
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=number)
     function(rank, folder, *args)
     dist.barrier()
@@ -327,16 +344,17 @@ def no_collector() -> Iterator[None]:
 
 
 def training_forwards(optimizer: Any) -> list[weakref.ref[Forward]]:
-    """A list to which each training forward of the model is added from now on, as the forecaster is asked about it."""
+    """A list to which each training forward of the model is added from now on."""
     forwards: list[weakref.ref[Forward]] = []
-    optimizer.forecaster.predicts = True  # which the prototypes do not
-    predict = optimizer.forecaster.predict
+    algorithm = optimizer._algorithm
+    after_forward = algorithm.after_forward
 
-    def noted(forward: Forward, args: Any, kwargs: Any) -> None:
-        forwards.append(weakref.ref(forward))
-        predict(forward, args, kwargs)
+    def noted(*arguments: Any) -> None:
+        before = set(algorithm.progress.forwards)
+        after_forward(*arguments)
+        forwards.extend(weakref.ref(forward) for forward in algorithm.progress.forwards if forward not in before)
 
-    optimizer.forecaster.predict = noted
+    algorithm.after_forward = noted
     return forwards
 
 

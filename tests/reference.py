@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.helpers import assert_same, mlp, sgd
 
 Function = Callable[[Tensor, Tensor], Tensor]
-UNSEEN = -torch.inf  # an entry of a prototype that no row has shown
+DISTANCES = {name: getattr(distances, name) for name in ("mse", "squared", "l1", "kl", "infonce")}
 
 
 # ---- the formulas ----------------------------------------------------------------------------------------------------
@@ -59,24 +59,20 @@ def prototypes_learn(
     Args:
         z: logits (batch, K); minus infinity where they are masked.
         shares: of each class in the label of each row (batch, K).
-        prototypes: the prototype of each class seen so far, (K,) each; minus infinity in entries that no row has shown.
+        prototypes: the prototype of each class seen so far, (K,) each; an entry that no row has shown is 0.
         alpha: what a step leaves of the weight of older rows.
         numbers: the sum of shares of each class seen so far.
     """
     for k in (shares > 0).any(0).nonzero()[:, 0].tolist():
         mine = shares[:, k] > 0
         rows, weights = z[mine], shares[mine, k][:, None]
-        before = prototypes.get(k, torch.full_like(z[0], UNSEEN))
+        before = prototypes.get(k, torch.zeros_like(z[0]))
         if numbers is not None:
             numbers[k] = alpha * numbers.get(k, 0.0) + weights.sum().item()
             step = 1 / numbers[k]
         else:
-            step = (1 - alpha) / weights.sum()
-        shown = rows.isfinite()
-        moved = before + step * torch.where(shown, weights * (rows - before), 0.0).sum(0)
-        first = torch.where(shown, weights * rows, 0.0).sum(0) / (weights * shown).sum(0)
-        first = torch.where(shown.any(0), first, UNSEEN)
-        prototypes[k] = torch.where(before == UNSEEN, first, moved)
+            step = (1 - alpha if k in prototypes else 1) / weights.sum()
+        prototypes[k] = before + step * torch.where(rows.isfinite(), weights * (rows - before), 0.0).sum(0)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -188,13 +184,11 @@ def dcp_step(
 ) -> Tensor:
     r"""One step of Deep Companion Prototype (the appendix, Equations 5 and 6).
 
-    A logit of at most -10,000 is masked: it neither pulls nor is learned from. An entry of a prototype that no row has
-    shown does not pull, and its first mean is taken whole.
+    A logit of at most -10,000 is masked: it neither pulls nor is learned from. An entry of a prototype begins at 0.
 
     Args:
         model: :math:`\theta_t`, updated in place.
-        prototypes: the prototype of each class seen so far, (K,) each; updated in place. Minus infinity in entries
-            that no row has shown.
+        prototypes: the prototype of each class seen so far, (K,) each; updated in place.
         optimizer: that of the model.
         x, y: inputs (batch, ...) and class indices (batch,).
         loss_function, distance: :math:`\ell`, (z, y) -> scalar, and :math:`\Delta`, (z, p) -> one value a row, of
@@ -305,7 +299,7 @@ class HandDCL(_Hand):
 
 
 def squared(z: Tensor, p: Tensor) -> Tensor:
-    """The mean square of a row's differences, 0 where an entry is masked or was never shown."""
+    """The mean square of a row's differences, 0 where an entry is masked."""
     return (z - p).nan_to_num(0.0, 0.0, 0.0).square().mean(1)
 
 
@@ -320,8 +314,7 @@ class HandDCP(_Hand):
     @property
     def prototypes(self) -> Tensor:
         none = torch.zeros_like(next(iter(self._means.values())))
-        means = torch.stack([self._means.get(k, none) for k in range(len(none))])
-        return means.masked_fill(means == UNSEEN, 0.0)  # as the optimizer shows them
+        return torch.stack([self._means.get(k, none) for k in range(len(none))])
 
     def penalty(self, z: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
         rows = z.movedim(1, -1).flatten(0, -2)

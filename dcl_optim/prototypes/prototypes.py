@@ -148,7 +148,7 @@ class Prototypes(Forecaster):
             weights = self._state.numbers.index_select(0, labels.rows).clamp_(0.0, 1.0)
         pull = pull_of(self.distance, z, c, weights, labels.number)
         if is_soft:
-            values = z.to(self._one, copy=True).nan_to_num_(0.0, 0.0, 0.0)
+            values = z.to(self._one, copy=True)
         else:
             values = difference(z, c) if pull.norms is None else pull.slope
         predicted = z.argmax(1) if self.num_classes > self._measures_from else None
@@ -181,7 +181,7 @@ class Prototypes(Forecaster):
         if labels.rows.ndim == 1:
             tally.add_rows(labels.rows, values, self._one)
         else:
-            tally.add_shares(labels.rows.to(values), values, self._state.values[:-1])
+            tally.add_shares(labels.rows.to(values), values, self._state.values[:-1], self._has_masks)
         if predicted is not None:
             tally.num_right = tally.num_right + (predicted == classes_of(labels.rows)).sum(dtype=values.dtype)
 

@@ -78,11 +78,18 @@ class Tally:
         self.parts = []
         return self.sums
 
-    def add_shares(self, shares: Tensor, z: Tensor, known: Tensor) -> None:
-        """Add rows that count for each class by its share."""
+    def add_shares(self, shares: Tensor, z: Tensor, known: Tensor, has_masks: bool) -> None:
+        """Add rows that count for each class by its share. Entries of z that are not finite, which are set to 0, do not.
+
+        Args:
+            shares, z: (N, K), and logits (N, K).
+            known: the prototypes.
+            has_masks: whether entries of finite rows may be masked.
+        """
         counts = shares.sum(0)
         with torch.autocast(z.device.type, enabled=False):
-            self.sum_by_class()[:-1] += shares.T @ z - counts.unsqueeze(1) * known
+            weights = shares.T @ z.isfinite().to(z) if has_masks else counts.unsqueeze(1)
+            self.sum_by_class()[:-1] += shares.T @ z.nan_to_num_(0.0, 0.0, 0.0) - weights * known
         self.counts[:-1] += counts
 
 

@@ -70,7 +70,7 @@ def test_a_share_of_the_rows_is_the_reference_that_learns_from_these(fraction, n
     torch.manual_seed(3)
     for step, (x, y) in enumerate(batches(20), start=1):
         rows = torch.randperm(16, generator=torch.Generator().manual_seed(step))[:number]
-        function = distances.DISTANCES[distance]
+        function = reference.DISTANCES[distance]
         reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, function, rows=rows)
     assert_same(model, hand, rtol=1e-9, atol=1e-11)
     assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-11)

@@ -45,6 +45,7 @@ def replicas(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.guard
 def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, kind):
     """One of them got the penalty, at random: the others' forward passes were lost."""
     model = Network()

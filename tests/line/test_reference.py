@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
+from tests import reference
 from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, huber
 from tests.reference import dcl_step, dcp_step, term_of
 
@@ -21,7 +22,7 @@ BASES = {
 }
 
 
-DISTANCES = distances.DISTANCES | {
+DISTANCES = reference.DISTANCES | {
     "kl_cold": partial(distances.kl, temperature=1.5),
     "infonce_warm": partial(distances.infonce, temperature=0.5),
     "callable": huber,
@@ -72,7 +73,7 @@ def test_dcl_equals_reference_with_every_distance(base, distance):
 
 def check_dcl(base, kind, loop, distance):
     function = DISTANCES[distance]
-    given = distance if distance in distances.DISTANCES else function
+    given = distance if distance in reference.DISTANCES else function
     model = MODELS[kind]()
     theirs, companion = copy.deepcopy(model), copy.deepcopy(model)
     optimizer = DCLOptimizer(BASES[base](model.parameters()), model, weight=0.7, alpha=0.4, distance=given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 
 from dcl_optim import DCLOptimizer
@@ -19,6 +20,7 @@ def test_they_are_what_was_given():
     optimizer = dcl(weight=linear_growth, alpha=1)[1]
     assert optimizer.weight is linear_growth
     assert optimizer.alpha == 1.0
+    assert dcl(weight=np.float32(0.5))[1].weight == 0.5
 
 
 def test_what_is_set_is_what_a_schedule_would_have_given():

@@ -6,7 +6,6 @@ import warnings
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,14 +37,6 @@ def test_lbfgs_minimizes_the_sum_and_the_first_evaluation_is_learned_from(varian
     for trained in runs:
         train_by_closures(trained, batches(STEPS), F.multi_margin_loss)
     assert_same_training(*runs, rtol=1e-10, atol=1e-10)  # the line search divides by small differences
-
-
-@EACH
-def test_lbfgs_refuses_the_line(variant: str) -> None:
-    optimizer = with_lbfgs(variant)
-    with pytest.raises(RuntimeError, match=r"(?s)LBFGS.*optimizer\.penalty\("):
-        train_by_closures(optimizer, batches(1), F.cross_entropy, way="line")
-    assert_same(optimizer.model, mlp())
 
 
 def test_lbfgs_with_a_closure_that_returns_a_number():

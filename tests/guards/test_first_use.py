@@ -1,0 +1,141 @@
+"""What a newcomer gets wrong is said: once, in three lines at most, with the cause that was seen and the fix."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import assert_same, backward, batches, mlp, one, sgd, train
+from tests.reference import EACH, train_by_closures, wrap
+
+WRAPPERS = [DCLOptimizer, DCPOptimizer]
+
+
+def is_short(message: str) -> bool:
+    lines = message.splitlines()
+    return len(lines) <= 3 and max(map(len, lines)) <= 200
+
+
+# ---- the base optimizer is stepped -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrapper: Any, to_none: bool) -> None:
+    model = mlp()
+    base = sgd(model)
+    optimizer = wrapper(base, model)
+
+    def step() -> None:
+        base.zero_grad(to_none)
+        backward(model, *one())
+        base.step()
+
+    step()
+    step()
+    before = copy.deepcopy(model.state_dict())
+    message = rf"twice.*{wrapper.__name__}.*SGD was stepped.*\n  Fix: .*step\(\)"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        step()
+    assert_same(model.state_dict(), before)
+    assert is_short(str(caught.value))
+    assert optimizer.logs()["step"] == 0
+
+
+# ---- a step without a backward pass ----------------------------------------------------------------------------------
+
+
+def stepped_twice(model: Any, optimizer: Any) -> None:
+    """As for a step of weight decay alone."""
+    train(model, optimizer, batches(1))
+    optimizer.step()
+
+
+def loaded_in_between(model: Any, optimizer: Any) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    backward(model, *one())
+    optimizer.load_state_dict(state)
+    optimizer.step()
+
+
+def in_eval_mode(model: Any, optimizer: Any) -> None:
+    train(model.eval(), optimizer, batches(1))
+
+
+def forward_called(model: Any, optimizer: Any) -> None:
+    train(model.forward, optimizer, batches(1))
+
+
+def second_gradient(model: Any, optimizer: Any) -> None:
+    x, y = one()
+    loss = F.cross_entropy(model(x), y)
+    for parameter, gradient in zip(
+        model.parameters(), torch.autograd.grad(loss, model.parameters(), create_graph=True), strict=True
+    ):
+        parameter.grad = gradient.detach()
+    optimizer.step()
+
+
+def other_logits(model: Any, optimizer: Any) -> None:
+    x, y = one()
+    model(x)
+    backward(nn.Sequential(*model), x, y)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "cause"),
+    [
+        (stepped_twice, "step was called twice.*\n  Fix: call step once"),
+        (loaded_in_between, "no training forward pass"),
+        (in_eval_mode, r"\n  Seen: the model is in eval mode.\n  Fix: call model.train\(\)"),
+        (forward_called, "Seen: .*another method"),
+        (second_gradient, "create_graph=True"),
+        (other_logits, "gradient did not come through.*logits=.*optimizer.penalty"),
+    ],
+)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_step_without_a_regularized_gradient_says_what_was_seen(wrapper: Any, misuse: Any, cause: str) -> None:
+    model = mlp()
+    optimizer = wrapper(sgd(model), model)
+    with pytest.raises(RuntimeError, match=rf"(?s)no backward.*training forward.*{cause}") as caught:
+        misuse(model, optimizer)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_step_without_a_training_forward_is_an_error_that_changes_nothing():
+    model = mlp()
+    optimizer = wrap("dcl", model)
+    x, y = one()
+    model.eval()
+    backward(model, x, y)
+    before = copy.deepcopy(model.state_dict())
+    message = r"(?s)DCLOptimizer.step found gradients, but no backward through a training forward.*strict=False"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step(lambda: F.cross_entropy(model(x), y).backward())
+    assert_same(model.state_dict(), before)
+    optimizer.zero_grad()
+    optimizer.step()  # nothing to step on: as in torch.optim
+
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    backward(model, x, y)
+    optimizer.step()  # a dry step, as torch.distributed.checkpoint takes
+
+
+@EACH
+def test_lbfgs_refuses_the_line(variant: str) -> None:
+    model = mlp()
+    companion = {"companion_optimizer": torch.optim.SGD} if variant == "dcl" else {}
+    optimizer = wrap(variant, model, torch.optim.LBFGS(model.parameters()), **companion)
+    with pytest.raises(RuntimeError, match=r"(?s)LBFGS.*optimizer\.penalty\("):
+        train_by_closures(optimizer, batches(1), F.cross_entropy, way="line")
+    assert_same(optimizer.model, mlp())

@@ -1,0 +1,38 @@
+"""Weights that are loaded in the middle of a run, whose prototypes are those of other weights."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch.nn.functional as F
+
+from tests.helpers import batches, mlp
+from tests.reference import wrap
+
+LOADED = r"weights were loaded into the model since(?s:.*)DCPOptimizer\(optimizer\.base, model\)"
+
+
+@pytest.mark.parametrize("way", ["line", "term"])
+def test_weights_loaded_in_mid_run_are_warned_of_once(way: str) -> None:
+    model = mlp()
+    optimizer = wrap("dcp", model)
+    first = copy.deepcopy(model.state_dict())
+
+    def fold() -> None:
+        for x, y in batches(3):
+            optimizer.zero_grad()
+            z = model(x)
+            (F.cross_entropy(z, y) + (optimizer.penalty(z, y) if way == "term" else 0.0)).backward()
+            optimizer.step()
+
+    model.load_state_dict(first)  # before training
+    fold()
+    model.load_state_dict(first)
+    with pytest.warns(UserWarning, match=LOADED) as caught:
+        fold()
+    model.load_state_dict(first)
+    fold()
+    assert len(caught) == 1
+    optimizer = wrap("dcp", model)  # the fix
+    fold()

@@ -1,0 +1,61 @@
+"""Outputs without logits that can be found: DCL says so in the forward pass, DCP by the line at the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import CLASSES, FEATURES, assert_same, mlp, one, sgd
+from tests.reference import wrap
+
+
+class Returning(nn.Module):
+    """Returns what a function makes of the logits."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.body, self.make = mlp(), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.body(x))
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_dcl_says_so_in_the_forward_pass_and_goes_on_in_evaluation_mode(chosen: bool) -> None:
+    """Of the model's output, and of what ``logits=`` returns."""
+    model = Returning((lambda z: z) if chosen else Tensor.mean)
+    wrapped = wrap("dcl", model, **{"logits": Tensor.mean} if chosen else {})
+    with pytest.raises(TypeError, match=r"shape \(\)"):
+        model(one()[0])
+    model.eval()(one()[0])
+    wrapped.detach()
+
+
+def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_names_its_keys() -> None:
+    (x, y), model = one(), Returning(lambda z: {"scores": z})
+    optimizer = wrap("dcp", model)
+    F.cross_entropy(model(x)["scores"], y).backward()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"(?s)keys 'scores'.*logits=.*optimizer\.penalty\("):
+        optimizer.step()
+    assert_same([*model.parameters()], before)
+
+
+@pytest.mark.parametrize("kind", [DCPOptimizer, DCLOptimizer])
+def test_nested_logits_are_refused_with_what_to_return_instead(kind):
+    model = mlp(dtype=torch.float32)
+    optimizer, x = kind(sgd(model), model), torch.randn(8, FEATURES)
+    y = torch.arange(8) % CLASSES
+    nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+
+    def step() -> None:
+        F.cross_entropy(model(nested).values(), y).backward()
+        optimizer.step()
+
+    with pytest.raises((TypeError, RuntimeError), match=r"nested tensor of shape.*\n  Fix: return their values"):
+        step()

@@ -1,0 +1,62 @@
+"""A loss that the line cannot read is an error with what was seen and the fix: the term."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dcl_optim import DCPOptimizer
+from tests.helpers import mlp, one, sgd
+
+
+def binary(z: Tensor, y: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(z, F.one_hot(y, z.shape[1]).to(z))
+
+
+def mixed(z: Tensor, y: Tensor) -> Tensor:
+    return 0.6 * F.cross_entropy(z, y) + 0.4 * F.cross_entropy(z, y.flip(0))
+
+
+def with_weights(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, torch.linspace(0.5, 2.0, z.shape[1]).to(z), label_smoothing=0.1)
+
+
+NOT_0, IS_0 = (
+    "do not sum to 0, as of sigmoid outputs, probabilities, regression",
+    "rows have different factors, as with class weights",
+)
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Module], str]] = {
+    "sigmoid": (binary, [], NOT_0),
+    "one logit": (lambda z, y: F.mse_loss(z[:, 0], y.double()), [nn.Linear(5, 1).double()], "one logit a row"),
+    "nll": (F.nll_loss, [], NOT_0),
+    "hidden states": (  # as F.linear_cross_entropy takes
+        lambda h, y: F.cross_entropy(F.linear(h, torch.ones(7, h.shape[1]).tril().to(h)), y),
+        [],
+        "do not sum to 0, as of .*hidden states that the loss takes to the last layer",
+    ),
+    "temperature": (lambda z, y: F.cross_entropy(z / 2, y), [], IS_0),
+    "class weights with smoothing": (with_weights, [], IS_0),
+    "three classes, mixed": (mixed, [nn.Linear(5, 3).double()], IS_0),
+    "two classes, mixed": (mixed, [nn.Linear(5, 2).double()], IS_0),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(name: str) -> None:
+    loss, layers, seen = LOSSES[name]
+    torch.manual_seed(0)
+    model = mlp().extend(layers)
+    optimizer = DCPOptimizer(sgd(model), model)
+    x, y = one()
+    value = loss(model(x), y % min(3, model(x).shape[1]))
+    fix = r"loss \+ optimizer\.penalty\(logits, labels\)"
+    message = rf"cannot read the labels.*\n  Seen: .*{seen}.*\n  Fix: .*{fix}.*\. See docs/losses\.md"
+    with pytest.raises(RuntimeError, match=message) as caught:
+        value.backward()
+    assert len(str(caught.value).splitlines()) == 3
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert (optimizer.logs()["step"], optimizer.prototypes.numel()) == (0, 0)

@@ -1,0 +1,69 @@
+"""A guard changes nothing in a right script: trainings with guards that do nothing are the same bit for bit.
+
+``--without-guards`` runs all tests of the method so.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers import NoGuards, assert_same, batches, dropout_net, mlp
+from tests.reference import EACH, term_of, train, train_by_closures, wrap
+
+
+def plain(variant: str, way: str) -> Any:
+    """Up to a step in which a value may be read again."""
+    return train(wrap(variant, dropout_net()), batches(130), way, F.cross_entropy)
+
+
+def by_closures(variant: str, way: str) -> Any:
+    return train_by_closures(wrap(variant, mlp()), batches(8), F.cross_entropy, way)
+
+
+def micro_batches_skipped_steps_and_nan(variant: str, way: str) -> Any:
+    optimizer = wrap(variant, mlp(), strict=False)
+    for step, (x, y) in enumerate(batches(12)):
+        optimizer.zero_grad()
+        for rows, labels in zip(x.chunk(2), y.chunk(2), strict=True):
+            z = optimizer.model(rows)
+            factor = torch.inf if step in (0, 5) else 0.5
+            (factor * (F.cross_entropy(z, labels) + term_of(optimizer, way)(z, labels))).backward()
+        if step % 5:
+            optimizer.step()
+    return optimizer
+
+
+def losses_that_the_line_cannot_read(variant: str, way: str) -> Any:
+    optimizer = train(wrap(variant, mlp()), batches(4), way, F.cross_entropy)
+    train(optimizer, batches(2, seed=2), way, F.multi_margin_loss)
+    return train(optimizer, batches(4, seed=3), way, F.cross_entropy)
+
+
+def resumed(variant: str, way: str) -> Any:
+    optimizer = train(wrap(variant, mlp()), batches(4), way, F.cross_entropy)
+    again = wrap(variant, copy.deepcopy(optimizer.model))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return train(again, batches(4, seed=2), way, F.cross_entropy)
+
+
+TRAININGS = [plain, by_closures, micro_batches_skipped_steps_and_nan, losses_that_the_line_cannot_read, resumed]
+
+
+@pytest.mark.filterwarnings("ignore:a batch gets no penalty", "ignore:non-finite")
+@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize("way", ["line", "term"])
+@EACH
+def test_a_training_is_the_same(variant: str, way: str, training: Callable[..., Any], without_guards: Any) -> None:
+    with without_guards:
+        bare = training(variant, way)
+    guarded = training(variant, way)
+    assert isinstance(bare._algorithm.guards, NoGuards)
+    for found, expected in ((bare.model, guarded.model), (bare.state_dict(), guarded.state_dict())):
+        assert_same(found, expected)
+    assert repr(bare.logs()) == repr(guarded.logs())
