@@ -91,17 +91,10 @@ class Algorithm:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model, for a forecaster that predicts: begin a training forward pass."""
-        if not module.training or not torch.is_grad_enabled():
-            return  # also in the middle of a training forward pass, in this thread or another
-        self.progress.is_running = False
-<<<<<<< HEAD
         if not module.training or not torch.is_grad_enabled() or is_recorded():
-            return
+            return  # a call that changes nothing, also in the middle of a training forward pass, from any thread
         trained = first_trained(self._base)
         if trained is None:
-=======
-        if is_recorded() or not trains_any(self._base):
->>>>>>> d88391db4923807dc24da7b188a5b3c6a92716e0
             return
         if current_backward() == self.progress.backward != -1:
             return  # activation checkpointing recomputes a forward pass that is noted
@@ -118,6 +111,7 @@ class Algorithm:
             self.before_forward(module, args, kwargs)
         if not self.progress.is_running or not module.training or not torch.is_grad_enabled():
             return
+        self.progress.is_running = False
         if self.uses_term and not predicts:
             return
         try:

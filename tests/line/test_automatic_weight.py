@@ -214,11 +214,7 @@ def test_what_cannot_be_is_refused(options, error, message):
 
 def test_an_optimizer_that_reads_no_labels_has_no_automatic_weight():
     model = network()
-<<<<<<< HEAD
     with pytest.raises(ValueError, match=r"weight=AutoWeight\(.* is not known here; pass a number"):
-=======
-    with pytest.raises(ValueError, match=r"weight=AutoWeight\(.*; pass a number"):
->>>>>>> d88391db4923807dc24da7b188a5b3c6a92716e0
         DCLOptimizer(sgd(model), model, weight=AutoWeight())
     optimizer = DCLOptimizer(sgd(model), model)
     with pytest.raises(ValueError, match=r"weight='auto' is not known here; pass a number or a callable of the step"):
