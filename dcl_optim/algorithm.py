@@ -91,10 +91,10 @@ class Algorithm:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model, for a forecaster that predicts: begin a training forward pass."""
-        if not module.training or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return  # also in the middle of a training forward pass, in this thread or another
         self.progress.is_running = False
-        if is_recorded() or not trains_any(self._base):
+        if not module.training or is_recorded() or not trains_any(self._base):
             return
         if current_backward() == self.progress.backward != -1:
             return  # activation checkpointing recomputes a forward pass that is noted
@@ -109,7 +109,7 @@ class Algorithm:
         predicts = self.forecaster.predicts
         if not predicts:
             self.before_forward(module, args, kwargs)
-        if not self.progress.is_running or not module.training or not torch.is_grad_enabled():
+        if not self.progress.is_running or not torch.is_grad_enabled():
             return
         if self.uses_term and not predicts:
             return
