@@ -20,7 +20,6 @@ import torch._dynamo  # which the first optimizer imports, otherwise in the midd
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
-import dcl_optim.algorithm
 from tests.helpers import NoGuards, on_two_ranks
 
 REST = ("integration", "example", "stress", "adversary")
@@ -34,6 +33,7 @@ FOLDERS = {
     "reliability": "stress",
 }
 HERE = Path(__file__).parent
+NO_GUARDS = patch("dcl_optim.algorithm.Guards", NoGuards)
 
 torch.set_num_threads(1)
 # The same examples in every run, however slow the machine and whatever an earlier run has found.
@@ -53,7 +53,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.option.without_guards:
-        dcl_optim.algorithm.Guards = NoGuards
+        NO_GUARDS.start()
     if not config.option.markexpr and config.args_source is config.ArgsSource.TESTPATHS:
         config.option.markexpr = DEFAULT
     home = tempfile.TemporaryDirectory()  # or hypothesis writes into the repository's folder
@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture
 def without_guards():
     """A context in which the optimizers that are made have guards that do nothing."""
-    return patch.object(dcl_optim.algorithm, "Guards", NoGuards)
+    return NO_GUARDS
 
 
 @pytest.fixture(autouse=True)

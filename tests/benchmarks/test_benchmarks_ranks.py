@@ -14,8 +14,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf
 
 @pytest.mark.parametrize("number", [2, 64])
 def test_two_reductions_of_counts_and_sums_and_one_of_the_companions_gradient(number: int) -> None:
-    """K classes, rows without a label, rows predicted right, and whether there are masks; K + 1 rows of K sums."""
-    assert ranks.reductions(DCPOptimizer, 7, number)[0] == [4 * (7 + 3), 4 * (7 + 1) * 7]
+    """K classes, rows without a label and rows predicted right; K + 1 rows of K sums."""
+    assert ranks.reductions(DCPOptimizer, 7, number)[0] == [4 * (7 + 2), 4 * (7 + 1) * 7]
     sizes, gradient = ranks.reductions(DCLOptimizer, 7, number)
     assert sizes == [gradient] == [4 * (8 * 7 + 7)]
 
@@ -27,6 +27,6 @@ def test_the_table_on_the_page(number: int) -> None:
 
 def test_the_last_row_of_the_page_is_that_of_the_formula() -> None:
     """10,000 classes take 2 GB."""
-    sent = 4 * (10_000 + 3) + 4 * 10_001 * 10_000
+    sent = 4 * (10_000 + 2) + 4 * 10_001 * 10_000
     resnet = 4 * (23_508_032 + 2_049 * 10_000)  # its body, and a linear head of 2,048 features
     assert f"| 10,000 | 2 | {sent / 1e6:.0f} | {sent / resnet:.0%}".replace("%", " %") in PAGE

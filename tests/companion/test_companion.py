@@ -152,26 +152,6 @@ def test_the_script_draws_from_its_stream_as_if_no_companion_ran(draws):
 # ---- outputs ---------------------------------------------------------------------------------------------------------
 
 
-def test_logits_of_its_output_are_found_as_the_models():
-    class Nested(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = mlp()
-
-        def forward(self, x, *, scale):
-            return {"deep": [self.net(x * scale)]}
-
-    model, bare = Nested(), mlp()
-    optimizer, reference = wrap(model, logits=lambda output: output["deep"][0]), wrap(bare)
-    for x, y in batches(5):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x, scale=2.0)["deep"][0], y).backward()
-        optimizer.step()
-    train(bare, reference, [(2.0 * x, y) for x, y in batches(5)])
-    assert_same(model.net, bare)
-    assert_same(optimizer.companion.net, reference.companion)
-
-
 class Sequence(nn.Module):
     def __init__(self):
         super().__init__()

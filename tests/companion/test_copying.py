@@ -401,24 +401,3 @@ def test_a_copy_that_was_made_before_the_models_weights_is_warned_of() -> None:
         model(DATA[0][0])
     optimizer.reset_companion()
     train(model, optimizer, DATA)
-
-
-# ---- trained tensors outside of modules ------------------------------------------------------------------------------
-
-
-def test_a_trained_tensor_outside_of_the_model_that_the_companion_would_train_too_is_refused() -> None:
-    shared = torch.ones(CLASSES, dtype=torch.float64, requires_grad=True)
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.body(x) * shared
-
-    model = Scaled()
-    optimizer = DCLOptimizer(torch.optim.SGD([*model.parameters(), shared], lr=0.1), model)
-    with pytest.raises(RuntimeError, match=r"would train a tensor of shape \(5,\), which is not its own"):
-        train(model, optimizer, batches(1))
-    assert shared.grad is None

@@ -120,17 +120,10 @@ def in_groups(layers: int) -> DCLOptimizer:
 
 SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {
     "DCL": (lambda layers: dcl(Deep(layers)), plain),
-    "DCL, closure": (lambda layers: dcl(Deep(layers)), closed),
-    "DCL, term": (lambda layers: dcl(Deep(layers)), by_term),
     "DCL, two groups": (in_groups, plain),
-    "DCL, given companion": (lambda layers: dcl(Deep(layers), companion=Deep(layers)), plain),
-    "DCL, every second step": (lambda layers: dcl(Deep(layers), companion_every=2), plain),
     "DCL, frozen layers shared": (head_only, plain),
-    "DCL, accumulation, frozen layers": (lambda layers: dcl(frozen(layers)), accumulated),
     "DCL, float16": (lambda layers: dcl(Deep(layers).half()), plain),
-    "DCP": (lambda layers: dcp(Deep(layers)), plain),
     "DCP, term": (lambda layers: dcp(Deep(layers)), by_term),
-    "DCP, accumulation, frozen layers": (lambda layers: dcp(frozen(layers)), accumulated),
 }
 LINES = 4  # of Python for a parameter, in a step; torch's own zero_grad has more
 MOST_LINES = {"DCL, float16": 7}  # the companion's gradients are moved to those of its float32 weights

@@ -59,8 +59,3 @@ def test_a_pretrained_model_is_loaded_and_its_frozen_weights_stay(example, tmp_p
     loaded = model.get_base_model().get_parameter(name)
     assert torch.equal(loaded, pretrained.get_parameter(name))
     assert optimizer.companion.get_base_model().get_parameter(name).data_ptr() == loaded.data_ptr()
-
-
-def test_plain(example):
-    _, optimizer = example.main(["--method", "plain", "--epochs", "1"])
-    assert type(optimizer) is torch.optim.AdamW

@@ -83,19 +83,6 @@ def test_a_bad_batch_that_is_skipped_leaves_no_trace(variant, bad, start):
     assert_same(*found)
 
 
-@pytest.mark.filterwarnings("ignore:non-finite")
-@pytest.mark.parametrize(("variant", "bad", "start"), CASES)
-def test_a_bad_batch_that_is_stepped_on_is_not_learned_from(variant, bad, start):
-    script, data = Script(variant), list(batches(start + 4))
-    script.train(data[:start])
-    before = copy.deepcopy(learned(script.optimizer))
-    script.step_with_zeros(bad, *data[start])
-    assert_same(learned(script.optimizer), before)
-    script.train(data[start + 1 : start + 3])
-    assert script.is_finite()
-    assert 0 < script.optimizer.logs()["penalty"] < INF
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_gradient_scaler_that_starts_too_high_comes_down(variant):
     """Its first steps overflow, are skipped and say nothing."""

@@ -14,7 +14,7 @@ from torch import nn
 from dcl_optim import DCPOptimizer, distances
 from tests import reference
 from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
-from tests.reference import ALPHA, VARIANTS, WEIGHT, by_hand, step_once_there_is_a_gradient, wrap
+from tests.reference import ALPHA, VARIANTS, WEIGHT, by_hand, wrap
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 METHOD = {"weight": WEIGHT, "alpha": ALPHA}
@@ -131,35 +131,6 @@ def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
     assert_same(again.companion, companion, **CLOSE)
 
 
-def test_two_optimizers_over_one_model():
-    """Both get the regularized gradient; the companion learns what the wrapped one trains, the rest stays as it was."""
-    model, theirs, omega = mlp(), mlp(), mlp(seed=3)
-    body = wrap("dcl", model, sgd(model[0]), companion=mlp(seed=3))
-    head = torch.optim.AdamW(model[2].parameters(), lr=1e-2)
-    for x, y in batches(8):
-        body.zero_grad()
-        head.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        head.step()
-        body.step()
-
-    their_body, their_head = sgd(theirs[0]), torch.optim.AdamW(theirs[2].parameters(), lr=1e-2)
-    second = sgd(omega[0])
-    for x, y in batches(8):
-        z = theirs(x)
-        theirs.zero_grad()
-        c = omega(x)
-        (F.cross_entropy(z, y) + WEIGHT * distances.squared(z, c.detach()).mean()).backward()
-        their_head.step()
-        their_body.step()
-        second.zero_grad()
-        distances.squared(c, ALPHA * c.detach() + (1 - ALPHA) * z.detach()).mean().backward()
-        step_once_there_is_a_gradient(second)
-    assert_same(model, theirs, **CLOSE)
-    assert_same(body.companion, omega, **CLOSE)
-    assert_same(body.companion[2], mlp(seed=3)[2])
-
-
 # ---- steps without a batch -------------------------------------------------------------------------------------------
 
 
@@ -175,42 +146,6 @@ def test_steps_of_a_model_that_was_built_again_log_no_old_figures(variant):
     assert all(math.isnan(logs[name]) for name in ("penalty", "weight", "alpha", "loss_scale"))
     train(model, optimizer, batches(1))
     assert optimizer.logs()["penalty"] > 0
-
-
-def cleared_before_the_step(model, optimizer, x, y):
-    optimizer.zero_grad()
-    backward(model, x, y)
-    optimizer.zero_grad()
-    optimizer.step()
-
-
-def frozen(model, optimizer, x, y):
-    model.requires_grad_(False)
-    optimizer.step()
-
-
-def detached(model, optimizer, x, y):
-    optimizer.detach()
-    optimizer.step()
-
-
-def now_and_then(model, optimizer, x, y):
-    for _ in range(19):
-        optimizer.step()
-    train(model, optimizer, [(x, y)])
-    optimizer.zero_grad()
-
-
-def in_eval_mode(model, optimizer, x, y):
-    train(model.eval(), optimizer, [(x, y)])
-
-
-@pytest.mark.parametrize("loop", [cleared_before_the_step, frozen, detached, now_and_then, in_eval_mode])
-def test_other_loops_without_batches_warn_of_nothing(loop):
-    model = mlp()
-    optimizer = wrap("dcl", model, strict=False)
-    for x, y in batches(25):
-        loop(model, optimizer, x, y)
 
 
 def test_a_name_may_be_asked_for_before_the_constructor() -> None:

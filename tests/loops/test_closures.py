@@ -104,25 +104,3 @@ def test_a_closure_after_a_backward_whose_step_never_came():
     calm.step(lambda: closure(expected, calm))
     assert_same(model, expected)
     assert_same(optimizer.companion, calm.companion)
-
-
-def evaluated(model: nn.Sequential, optimizer: Any, x: Tensor, y: Tensor, asks: bool) -> Tensor:
-    """What a script's closure does."""
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    if asks:
-        torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
-    loss.backward()
-    return loss
-
-
-def test_gradients_asked_for_in_a_closure():
-    """Its gradients may be asked for there too; the closure's forward is learned from once."""
-    found = []
-    for asks in (False, True):
-        model = mlp()
-        optimizer = wrap("dcl", model, companion=mlp(seed=1))
-        for x, y in batches(4):
-            optimizer.step(partial(evaluated, model, optimizer, x, y, asks))
-        found.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found)

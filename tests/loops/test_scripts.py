@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import assert_same, cells
 from tests.reference import learned, term_of
 
-VOID, CLASSES, WORDS = 255, 5, 11
+CLASSES, WORDS = 5, 11
 Data = list[Any]
 
 
@@ -52,27 +52,10 @@ def images(number: int = 8, size: int = 8) -> Data:
     return pairs
 
 
-def scenes(number: int = 6) -> Data:
-    """Dense labels with a border that is void."""
-    draw = generator()
-    pairs = []
-    for _ in range(number):
-        labels = torch.randint(CLASSES, (2, 8, 8), generator=draw)
-        labels[:, :2] = VOID
-        pairs.append((torch.randn(2, 1, 8, 8, generator=draw), labels))
-    return pairs
-
-
 def texts(number: int = 8, time: int = 6, size: int = 4) -> Data:
     draw = generator()
     text = torch.randint(1, WORDS, (number, size, time + 1), generator=draw)
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in text]
-
-
-def sentences() -> Data:
-    draw = generator()
-    words, labels = torch.randint(1, WORDS, (8, 8, 6), generator=draw), torch.randint(CLASSES, (8, 8), generator=draw)
-    return [{"input_ids": x, "labels": y} for x, y in zip(words, labels, strict=True)]
 
 
 def clouds() -> Data:
@@ -96,23 +79,6 @@ def convolutional(norm: bool = True) -> nn.Sequential:
     )
 
 
-class Segmenter(nn.Module):
-    """torchvision's segmentation models: a dict of resized main and auxiliary logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Conv2d(1, 6, 3, padding=1, stride=2)
-        self.head, self.aux = nn.Conv2d(6, CLASSES, 1), nn.Conv2d(6, CLASSES, 1)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        features = F.relu(self.body(x))
-        return {
-            name: F.interpolate(head(features), x.shape[-2:], mode="bilinear", align_corners=False)
-            for name, head in (("out", self.head), ("aux", self.aux))
-        }
-
-
 class WordLanguageModel(nn.Module):
     """pytorch/examples, word_language_model: flattened log-probabilities, and the state that goes on."""
 
@@ -126,19 +92,6 @@ class WordLanguageModel(nn.Module):
     def forward(self, x: Tensor, hidden: Any) -> tuple[Tensor, Any]:
         output, hidden = self.rnn(self.drop(self.encoder(x)), hidden)
         return F.log_softmax(self.decoder(self.drop(output)).view(-1, WORDS), dim=1), hidden
-
-
-class TextClassifier(nn.Module):
-    """The shape of transformers' models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.drop, self.classifier = nn.Embedding(WORDS, 8), nn.Dropout(0.1), nn.Linear(8, CLASSES)
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.classifier(self.drop(torch.tanh(self.embedding(input_ids)).mean(1)))
-        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
 class PointNet(nn.Module):
@@ -184,50 +137,6 @@ def cifar(data: Data, way: Way) -> nn.Module:
     return model
 
 
-def torchvision_segmentation(data: Data, way: Way) -> nn.Module:
-    """pytorch/vision, references/segmentation/train.py: a function over the dict, the auxiliary loss at one half."""
-
-    def criterion(inputs: dict[str, Tensor], target: Tensor) -> Tensor:
-        losses = {name: F.cross_entropy(x, target, ignore_index=VOID) for name, x in inputs.items()}
-        return losses["out"] + 0.5 * losses["aux"]
-
-    model = Segmenter()
-    groups = [
-        {"params": [*model.body.parameters(), *model.head.parameters()]},
-        {"params": model.aux.parameters(), "lr": 0.5},
-    ]
-    optimizer = way.wrap(torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-4), model)
-    scheduler = LambdaLR(optimizer, lambda step: (1 - step / 20) ** 0.9)
-    for image, target in data:
-        optimizer.zero_grad()
-        output = model(image)
-        (criterion(output, target) + way.term(output["out"], target, ignore_index=VOID)).backward()
-        optimizer.step()
-        scheduler.step()
-    return model
-
-
-def run_glue(data: Data, way: Way) -> nn.Module:
-    """huggingface/transformers, run_glue_no_trainer.py: groups without decay, accumulation, a warm-up."""
-    model, parts = TextClassifier(), 2
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = way.wrap(torch.optim.AdamW(groups, lr=0.02), model)
-    scheduler = LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
-    for _ in range(2):
-        for step, batch in enumerate(data):
-            output = model(**batch)
-            loss = output["loss"] + way.term(output["logits"], batch["labels"])
-            (loss / parts).backward()
-            if step % parts == parts - 1:
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-    return model
-
-
 def word_language_model(data: Data, way: Way) -> nn.Module:
     """pytorch/examples, word_language_model/main.py, with an optimizer: the state is detached from batch to batch."""
     model, hidden = WordLanguageModel(), None
@@ -262,8 +171,6 @@ def pointnet(data: Data, way: Way) -> nn.Module:
 
 SCRIPTS: dict[str, tuple[Callable[[Data, Way], nn.Module], Callable[[], Data]]] = {
     "cifar": (cifar, images),
-    "torchvision's segmentation": (torchvision_segmentation, scenes),
-    "run_glue": (run_glue, sentences),
     "word language model": (word_language_model, texts),
     "PointNet": (pointnet, clouds),
 }
@@ -311,7 +218,7 @@ ZERO = list(itertools.product(SCRIPTS, VARIANTS, ["line", "term"]))
     cells(
         ZERO,
         *(cell for cell in ZERO if cell[1:] == (DCLOptimizer, "line")),
-        ("run_glue", DCPOptimizer, "line"),
+        ("cifar", DCPOptimizer, "line"),
         *((name, DCLOptimizer, "term") for name in ("word language model", "PointNet")),
     ),
 )

@@ -139,28 +139,6 @@ def test_splits_are_disjoint_stratified_and_fixed():
     assert len(images.unique(dim=0)) == len(images)  # no image is in two splits
 
 
-def interrupt_in_seed(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    train = demo.train
-
-    def interrupted(method: str, number: int, **settings: Any) -> Any:
-        if number == seed:
-            raise KeyboardInterrupt
-        return train(method, number, **settings)
-
-    monkeypatch.setattr(demo, "train", interrupted)
-
-
-def test_ctrl_c_reports_the_finished_seeds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    interrupt_in_seed(monkeypatch, 1)
-    assert demo.main([*TINY, "--out", str(tmp_path)]) == 130
-    assert "interrupted; seeds: 1;" in capsys.readouterr().out
-    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert (results["interrupted"], results["seeds"]) == (True, [0])
-    assert (tmp_path / "curves.png").stat().st_size > 0
-
-
 @pytest.mark.parametrize(
     "flags",
     [

@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.project.mutations import FAULTS, HERE
+from tests.project.mutations import FAULTS, GUARDS, HERE
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.behavior for fault in FAULTS])
@@ -22,5 +22,15 @@ def test_its_test_files_are_there(fault) -> None:
     assert all(any(name.strip("/*") in path for path in paths) for name in fault.tests.split())
 
 
+def test_each_guard_has_a_fault() -> None:
+    (guards,) = (
+        node
+        for node in ast.parse((HERE / FAULTS[-1].file).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    methods = {node.name for node in guards.body if isinstance(node, ast.FunctionDef) and len(node.body) > 1}
+    assert {name for name in methods if name[0] != "_"} == set(GUARDS)
+
+
 def test_faults_are_few() -> None:
-    assert len({fault.behavior for fault in FAULTS}) == len(FAULTS) <= 51
+    assert len({fault.behavior for fault in FAULTS}) == len(FAULTS) <= 60

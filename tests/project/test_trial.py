@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.trial import accuracy, compare, overhead
+from dcl_optim.trial.command import main
 from dcl_optim.trial.comparison import Comparison
 from dcl_optim.trial.figure import COLORS, draw
 from dcl_optim.trial.paired import probability
@@ -558,7 +559,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "beside", raising=False)
     (tmp_path / "my-script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("classes = 3")
     return tmp_path
@@ -569,10 +572,11 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)
 
 
-def test_overhead_from_the_shell(folder: Path) -> None:
-    done = run("overhead", f"{folder / 'my-script.py'}:make", "--seconds", "0.05")
-    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
-    assert [line.partition("  ")[0] for line in done.stdout.splitlines()[2:7]] == ROWS
+def test_overhead_by_its_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overhead", f"{folder / 'my-script.py'}:make", "--seconds", "0.05"]) == 0
+    said = capsys.readouterr()
+    assert [line.partition("  ")[0] for line in said.out.splitlines()[2:7]] == ROWS
+    assert said.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -585,11 +589,13 @@ def test_overhead_from_the_shell(folder: Path) -> None:
         ("no_such_module:make", "No module named 'no_such_module'"),
     ],
 )
-def test_what_the_command_line_names_is_there(folder: Path, place: str, said: str) -> None:
-    done = run("overhead", place.replace("FOLDER", str(folder)))
-    assert done.returncode == 2
-    assert said.replace("FOLDER", str(folder)) in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_the_command_line_names_is_there(
+    folder: Path, place: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["overhead", place.replace("FOLDER", str(folder))])
+    assert stopped.value.code == 2
+    assert said.replace("FOLDER", str(folder)) in capsys.readouterr().err
 
 
 def test_compare_from_the_shell(folder: Path) -> None:
@@ -604,14 +610,13 @@ def test_compare_from_the_shell(folder: Path) -> None:
     assert (out / "curves.png").stat().st_size > 0
 
 
-def test_ctrl_c_in_the_shell_prints_what_is_done(folder: Path) -> None:
+def test_ctrl_c_prints_what_is_done(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = SCRIPT.replace(
         "torch.manual_seed(seed)", "torch.manual_seed(seed)\n    if seed == 2: raise KeyboardInterrupt"
     )
     (folder / "my-script.py").write_text(text)
-    done = run("compare", f"{folder / 'my-script.py'}:train")
-    assert done.returncode == 130
-    assert "interrupted; seeds: 2;" in done.stdout
+    assert main(["compare", f"{folder / 'my-script.py'}:train"]) == 130
+    assert "interrupted; seeds: 2;" in capsys.readouterr().out
 
 
 @pytest.mark.example

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer
-from tests.helpers import Logits, assert_same, on_two_ranks, through_a_file
+from tests.helpers import Logits, assert_same
 from tests.reference import DISTANCES, dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
@@ -155,60 +152,3 @@ def test_soft_labels_by_hand() -> None:
     # By its share of a half: 2 + (4 - 2) / 2 / 1.5 and 0 + 4 / 2 / 1.5.
     expected = torch.tensor([[8 / 3, 0.0], [4 / 3, 4.0]], dtype=torch.float64)
     assert_same(optimizer.prototypes, expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(mask: Mask) -> None:
-    whole = wrap(Masked(mask))
-    for step, (x, y) in enumerate(batches()):
-        if step == 5:
-            state = through_a_file(copy.deepcopy([whole.state_dict(), whole.model.state_dict()]))
-        take_step(whole, x, y)
-    again = wrap(Masked(mask))
-    again.load_state_dict(state[0])
-    again.model.load_state_dict(state[1])
-    again.model.step = 5
-    for x, y in batches()[5:]:
-        take_step(again, x, y)
-    assert_same([again.model.state_dict(), again.state_dict()], [whole.model.state_dict(), whole.state_dict()])
-
-
-# ---- states, devices and ranks ---------------------------------------------------------------------------------------
-
-
-def of_the_rank(rank: int, folder: Path, name: str) -> None:
-    """Each rank has half of the rows; the first one, without masks up to step 4, averages gradients itself."""
-
-    def mask(step: int, x: Tensor) -> Tensor:
-        return opened_later(step, x) & torch.tensor(rank == 1 or step > 4)
-
-    optimizer = wrap(Masked(mask), process_group=dist.group.WORLD)
-    for x, y in batches():
-        take_on_rank(optimizer, x.chunk(2)[rank], y.chunk(2)[rank])
-    torch.save([optimizer.prototypes, optimizer.model.state_dict()], folder / f"{name} {rank}.pt")
-
-
-def take_on_rank(optimizer: DCPOptimizer, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    z = optimizer.model(x)
-    (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
-    for parameter in optimizer.model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad.div_(2))
-    optimizer.step()
-    optimizer.model.step += 1
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-def test_two_ranks_of_which_one_has_masks_train_as_one_process(tmp_path: Path) -> None:
-    def mask(step: int, x: Tensor) -> Tensor:
-        rows = (torch.arange(len(x)) >= ROWS // 2) | torch.tensor(step > 4)
-        return opened_later(step, x) & rows[:, None]
-
-    on_two_ranks(of_the_rank, tmp_path, "masked")
-    first, second = (torch.load(tmp_path / f"masked {rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
-    joint = wrap(Masked(mask))
-    for x, y in batches():
-        take_step(joint, x, y, "term")
-    assert_same(first, [joint.prototypes, joint.model.state_dict()], **CLOSE)

@@ -267,43 +267,6 @@ def test_a_width_of_logits_that_is_not_num_classes_is_refused():
         loss.backward()
 
 
-class ClassesLast(nn.Module):
-    """Logits (batch, height, width, classes) of a layer that has the classes first."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.body = body
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x).movedim(1, -1)
-
-
-@pytest.mark.parametrize("how", ["read", "read, classes last", "given", "given as rows", "given as soft labels"])
-def test_labels_of_dense_logits(how):
-    model = nn.Conv2d(1, 5, 1).double()
-    net = ClassesLast(model) if how == "read, classes last" else model
-    optimizer = wrap(net, num_classes=5)
-    x, y = torch.randn(2, 1, 3, 4).double(), torch.randint(4, (2, 3, 4), dtype=torch.int32)
-    z = model(x).detach()
-    if how != "given as soft labels":
-        y[0, 0, 0] = -1
-    logits = net(x)
-    if how.startswith("read"):
-        dense = logits.movedim(-1, 1) if net is not model else logits
-        F.cross_entropy(dense, y.long(), ignore_index=-1).backward()
-    elif how == "given":
-        optimizer.penalty(logits, y, ignore_index=-1).backward()
-    elif how == "given as rows":
-        optimizer.penalty(logits.movedim(1, -1).flatten(0, 2), y.flatten(), ignore_index=-1).backward()
-    else:
-        optimizer.penalty(logits, one_hot(y.long(), 5).movedim(-1, 1)).backward()
-    optimizer.step()
-    for k in range(5):
-        rows = z.movedim(1, -1)[y == k]
-        expected = rows.mean(0) if len(rows) else torch.zeros(5, dtype=torch.float64)
-        assert_same(optimizer.prototypes[k], expected, atol=1e-12)
-
-
 def smoothed(classes: int) -> Tensor:
     soft = 0.9 * one_hot(torch.arange(ROWS) % classes, classes) + 0.1 / classes
     soft[:, -1] -= 1e-5  # a rest that was subtracted and rounded

@@ -147,6 +147,21 @@ def mixup(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
     (F.cross_entropy(z, labels) + term(z, labels)).backward()
 
 
+def dense_mixup(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    """(N, K, 2, 2), as CutMix in segmentation."""
+    labels = F.one_hot((y[:, None, None] + torch.arange(4).view(2, 2)) % CLASSES, CLASSES).double().movedim(-1, 1)
+    labels = 0.7 * labels + 0.3 * labels.flip(0)
+    z = model(x)
+    (F.cross_entropy(z, labels) + term(z, labels)).backward()
+
+
+def classes_last(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
+    """(N, 2, 2, K), which the line finds out."""
+    labels = (y[:, None, None] + torch.arange(4).view(2, 2)) % CLASSES
+    z = model(x).movedim(-1, 1)
+    (F.cross_entropy(z, labels) + term(z, labels, z.movedim(1, -1))).backward()
+
+
 def mixup_by_two_terms(model: Any, x: Tensor, y: Tensor, term: Any) -> None:
     """As most scripts write it; each call counts, by the factor on it."""
     z = model(0.7 * x + 0.3 * x.flip(0))
@@ -204,6 +219,8 @@ STEPS_OF: dict[Any, tuple[Callable[[], nn.Module], tuple[str, ...], tuple[str, .
     two_tasks: (TwoHeads, BOTH, BOTH),
     dense: (shaped(CLASSES, 2, 2), BOTH, BOTH),
     mixup: (mlp, TERM, TERM),  # the line reads such labels to 1e-9
+    dense_mixup: (shaped(CLASSES, 2, 2), TERM, TERM),
+    classes_last: (shaped(2, 2, CLASSES), ("line",), BOTH),
     mixup_by_two_terms: (mlp, TERM, TERM),
     tokens: (shaped(4, CLASSES), BOTH, BOTH),
     temperature: (mlp, TERM, TERM),
