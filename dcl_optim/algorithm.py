@@ -85,7 +85,10 @@ class Algorithm:
         self.guards = Guards(name, model, base, forecaster, self.reader, strict)
         self._base = base
         self._logits = logits
-        self.hooks = ModuleHooks(self, model, unwrapped(model), forecaster.predicts)
+        self._attach()
+
+    def _attach(self) -> None:
+        self.hooks = ModuleHooks(self, self.model, unwrapped(self.model), self.forecaster.predicts)
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 
@@ -310,6 +313,16 @@ class Algorithm:
         self.progress = Progress(num_steps + 1)
         self.last = None
         self.guards.state_loaded()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"progress": self.progress.number, "last": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.progress = Progress(state["progress"])
+        self.progress.is_cleared = True  # parameters are copied without their gradients
+        if self.hooks.attached and vars(self.model):  # empty in the copy of a model that holds its optimizer
+            self._attach()
 
 
 def _only_if(is_finite: Tensor, labels: Labels | None, scale: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:

@@ -327,16 +327,17 @@ def no_collector() -> Iterator[None]:
 
 
 def training_forwards(optimizer: Any) -> list[weakref.ref[Forward]]:
-    """A list to which each training forward of the model is added from now on, as the forecaster is asked about it."""
+    """A list to which each training forward of the model is added from now on."""
     forwards: list[weakref.ref[Forward]] = []
-    optimizer.forecaster.predicts = True  # which the prototypes do not
-    predict = optimizer.forecaster.predict
+    algorithm = optimizer._algorithm
+    after_forward = algorithm.after_forward
 
-    def noted(forward: Forward, args: Any, kwargs: Any) -> None:
-        forwards.append(weakref.ref(forward))
-        predict(forward, args, kwargs)
+    def noted(*arguments: Any) -> None:
+        before = set(algorithm.progress.forwards)
+        after_forward(*arguments)
+        forwards.extend(map(weakref.ref, set(algorithm.progress.forwards) - before))
 
-    optimizer.forecaster.predict = noted
+    algorithm.after_forward = noted
     return forwards
 
 
