@@ -126,6 +126,10 @@ class ForecastOptimizer(OptimizerWrapper):
         self._algorithm.progress.gradients_cleared()
         self.base.zero_grad(set_to_none)
 
+    def _switch(self, mode: str) -> None:
+        super()._switch(mode)
+        self.forecaster.switch(mode)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the base optimizer; the forecaster follows at the next training forward pass."""
         self.base.add_param_group(param_group)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim import Optimizer
 
@@ -25,6 +26,10 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
 
     # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.
     _name: ClassVar[str]
+
+    # Only of a base that has them.
+    train: Callable[[], None]
+    eval: Callable[[], None]
 
     def __init__(self, base: Optimizer) -> None:
         if not isinstance(base, Optimizer):
@@ -50,6 +55,20 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
     param_groups: list[dict[str, Any]] = _of_base("param_groups", "The base optimizer's parameter groups.")
     state: Any = _of_base("state", "The base optimizer's per-parameter state.")
     defaults: dict[str, Any] = _of_base("defaults", "The base optimizer's default options.")
+
+    if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pass
+
+        def __getattr__(self, name: str) -> Any:
+            """``train`` and ``eval`` of a base that has them (Schedule-Free); SAM's ``first_step`` would bypass us."""
+            if name in ("train", "eval") and hasattr(self.__dict__.get("base"), name):
+                return functools.partial(self._switch, name)
+            is_of_sam = name in ("first_step", "second_step")
+            hint = ": optimizer.step(closure) takes all steps of SAM" if is_of_sam else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _switch(self, mode: str) -> None:
+        """Call the base's method of this name."""
+        getattr(self.base, mode)()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the base optimizer's state and, under a key for the class, what a bit-exact resumption needs.
