@@ -6,6 +6,7 @@ Not in optimizer.py, since Lightning runs the optimizer's methods on another obj
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from dcl_optim.loss.reader import LossReader
 from dcl_optim.penalty.pull import Pull, Scale
 from dcl_optim.penalty.weights import Checked, FollowingFit
 from dcl_optim.progress import Forward, Outcome, Progress, Stage
-from dcl_optim.pytorch import synchronization
+from dcl_optim.pytorch import engines, synchronization
+from dcl_optim.pytorch.engines import Engine
 from dcl_optim.pytorch.hooks import Hook, ModuleHooks
 from dcl_optim.pytorch.internals import (
     call_after_backward,
@@ -31,7 +33,7 @@ from dcl_optim.pytorch.internals import (
     reaches_parameters,
 )
 from dcl_optim.pytorch.outputs import NoLogits, conversion_source, find_logits
-from dcl_optim.pytorch.parameters import first_trained, have_gradients
+from dcl_optim.pytorch.parameters import first_trained, have_gradients, have_zeros, parameters_of
 from dcl_optim.pytorch.ranks import unwrapped
 
 LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs the batches of a step equally
@@ -85,7 +87,11 @@ class Algorithm:
         self.guards = Guards(name, model, base, forecaster, self.reader, strict)
         self._base = base
         self._logits = logits
-        self.hooks = ModuleHooks(self, model, unwrapped(model), forecaster.predicts)
+        self._engine: Engine | None = None  # that calls the model
+        self._attach()
+
+    def _attach(self) -> None:
+        self.hooks = ModuleHooks(self, self.model, unwrapped(self.model), self.forecaster.predicts)
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 
@@ -94,12 +100,14 @@ class Algorithm:
         if not module.training or not torch.is_grad_enabled() or is_recorded():
             return  # a call that changes nothing, also in the middle of a training forward pass, from any thread
         trained = first_trained(self._base)
-        if trained is None:
+        if trained is None and next(parameters_of(self._base), None) is not None:  # ZeRO 3 has none between its steps
             return
         if current_backward() == self.progress.backward != -1:
             return  # activation checkpointing recomputes a forward pass that is noted
         self.guards.forward_begins(module, trained, self.progress)
-        if self.progress.is_cleared:
+        if self._engine is None and engines.MODULE in sys.modules:
+            self._engine = engines.calling_engine()
+        if (self._engine is not None and self._engine.has_ended_step()) or self.progress.is_cleared:
             self.forget()
         self.progress.begin_forward()
         self.forecaster.before_forward(args, kwargs, self.progress.number)
@@ -261,6 +269,22 @@ class Algorithm:
         if self.uses_term and self.hooks.attached and have_gradients(self._base):
             self.reader.num_skipped += 1
 
+    @outside_compiled_graphs
+    def is_no_training_step(self) -> bool:
+        """Whether a step without a forward pass steps the base alone.
+
+        It is the rest of a step that an engine takes group by group; or one with gradients of 0, by which
+        torch.distributed.checkpoint and DeepSpeed create the state of the base.
+        """
+        if not self.hooks.attached:
+            return False
+        if self._engine is not None:
+            return not self._engine.has_ended_step()
+        if have_zeros(self._base):
+            self.forecaster.create_state()
+            return True
+        return False
+
     def step_base(self, closure: Callable[[], Any]) -> Any:
         """Step a base optimizer that evaluates the loss itself, once or several times; give the first loss."""
         losses: list[Any] = []
@@ -326,6 +350,16 @@ class Algorithm:
         self.progress = Progress(num_steps + 1)
         self.last = None
         self.guards.state_loaded()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"progress": self.progress.number, "last": None, "_engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.progress = Progress(state["progress"])
+        self.progress.is_cleared = True  # parameters are copied without their gradients
+        if self.hooks.attached and vars(self.model):  # empty in the copy of a model that holds its optimizer
+            self._attach()
 
 
 def _only_if(is_finite: Tensor, labels: Labels | None, scale: Tensor, num_classes: int) -> tuple[Labels | None, Tensor]:

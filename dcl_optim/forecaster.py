@@ -125,6 +125,12 @@ class Forecaster(ABC):
     def forget(self) -> None:
         """Drop what was observed since the last step."""
 
+    def create_state(self) -> None:  # noqa: B027
+        """Create the state to load into, for torch.distributed.checkpoint. Default: nothing."""
+
+    def switch(self, mode: str) -> None:  # noqa: B027
+        """Follow the base optimizer to its mode ``"train"`` or ``"eval"``. Default: nothing."""
+
     def model_loaded(self) -> None:  # noqa: B027
         """Called when a state was loaded into the model. Default: nothing."""
 

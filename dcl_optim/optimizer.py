@@ -17,6 +17,7 @@ from dcl_optim.algorithm import Algorithm, Figures
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.penalty.distances import name_of
 from dcl_optim.penalty.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
+from dcl_optim.progress import Stage
 from dcl_optim.pytorch.arguments import check_arguments, check_flag
 from dcl_optim.pytorch.outputs import find_logits
 from dcl_optim.pytorch.ranks import unwrapped
@@ -108,6 +109,8 @@ class ForecastOptimizer(OptimizerWrapper):
         algorithm = self._algorithm
         if closure is not None:
             result = algorithm.step_base(closure)
+        elif algorithm.progress.stage is Stage.NOTHING and algorithm.is_no_training_step():
+            return self.base.step()
         else:
             algorithm.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2
@@ -124,6 +127,10 @@ class ForecastOptimizer(OptimizerWrapper):
         """
         self._algorithm.progress.gradients_cleared()
         self.base.zero_grad(set_to_none)
+
+    def _switch(self, mode: str) -> None:
+        super()._switch(mode)
+        self.forecaster.switch(mode)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the base optimizer; the forecaster follows at the next training forward pass."""

@@ -134,7 +134,7 @@ class Progress:
 
     def gradients_cleared(self) -> None:
         """The script has called ``zero_grad``: if no step follows before the next batch, it was left out."""
-        self.is_cleared = self.stage is Stage.GRADIENTS and self.learns
+        self.is_cleared |= self.stage is Stage.GRADIENTS and self.learns
 
     def restart(self) -> None:
         """Gradients were cleared without a step: only forward passes and terms are left whose backward may come."""

@@ -18,7 +18,7 @@ from dcl_optim.penalty.weights import Checked, FollowingFit
 from dcl_optim.progress import Forward, Progress, Stage
 from dcl_optim.pytorch.internals import REPLICA, version, warn_once
 from dcl_optim.pytorch.outputs import NoLogits
-from dcl_optim.pytorch.parameters import have_gradients
+from dcl_optim.pytorch.parameters import has_other_parameters, have_gradients
 from dcl_optim.pytorch.synchronization import is_sync_step
 
 SETTLED = 100  # steps, before which the prototypes follow a model that learns fast
@@ -63,7 +63,7 @@ class Guards:
 
     # ---- a forward pass ----------------------------------------------------------------------------------------------
 
-    def forward_begins(self, module: nn.Module, trained: Tensor, progress: Progress) -> None:
+    def forward_begins(self, module: nn.Module, trained: Tensor | None, progress: Progress) -> None:
         """Raise for a replica of nn.DataParallel, and for a trained parameter that changed twice without a step."""
         if REPLICA in vars(module):
             raise RuntimeError(messages.REPLICATED)
@@ -73,7 +73,7 @@ class Guards:
         if self._step_number != progress.number:
             self._step_number = progress.number
             self._num_changes = 0
-        now = version(trained)
+        now = self._version if trained is None else version(trained)
         if progress.stage is Stage.GRADIENTS and progress.learns and now != self._version:
             self._num_changes += 1
         self._version = now
@@ -159,6 +159,8 @@ class Guards:
             seen = self._not_found
         if stage is Stage.NOTHING and not self._model.training:
             seen, fix = messages.EVAL_MODE
+        elif stage is Stage.NOTHING and has_other_parameters(self._base, self._model):
+            return messages.OF_AN_ENGINE.format(self._name, self._term)
         return messages.NOT_REGULARIZED.format(self._name, seen, fix.format(self._term))
 
     def step_ends(self, progress: Progress, last: Any, weight: Checked | FollowingFit) -> None:

@@ -70,10 +70,7 @@ def difference(z: Tensor, c: Tensor) -> Tensor:
         >>> difference(torch.tensor([1.0, -torch.inf]), torch.tensor([3.0, -torch.inf]))
         tensor([-2.,  0.])
     """
-    if z.dtype.itemsize >= 4:
-        subtracted = z - c
-    else:
-        subtracted = z.float().sub_(c)
+    subtracted = z - c if z.dtype.itemsize >= 4 else z.float().sub_(c)
     if subtracted.requires_grad:
         return subtracted.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return subtracted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

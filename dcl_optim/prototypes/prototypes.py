@@ -147,10 +147,11 @@ class Prototypes(Forecaster):
             c = self._state.values.index_select(0, labels.rows)
             weights = self._state.numbers.index_select(0, labels.rows).clamp_(0.0, 1.0)
         pull = pull_of(self.distance, z, c, weights, labels.number)
+        values = pull.slope
         if is_soft:
             values = z.to(self._one, copy=True)
-        else:
-            values = difference(z, c) if pull.norms is None else pull.slope
+        elif pull.norms is None:  # whose slope is no difference
+            values = difference(z, c)
         predicted = z.argmax(1) if self.num_classes > self._measures_from else None
         return pull._replace(lesson=Lesson(values, predicted))
 
@@ -227,6 +228,10 @@ class Prototypes(Forecaster):
         if not self.num_classes:
             return {}
         return {name: tensor.clone() for name, tensor in self._state.saved()._asdict().items()}
+
+    def create_state(self) -> None:
+        if not self.num_classes and self.given_num_classes:
+            self._create(self._like.new_empty(0, self.given_num_classes))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state:

@@ -79,7 +79,7 @@ class Tally:
         return self.sums
 
     def add_shares(self, shares: Tensor, z: Tensor, known: Tensor, has_masks: bool) -> None:
-        """Add rows that count for each class by its share. Entries of z that are not finite, which are set to 0, do not.
+        """Add rows that count for each class by its share. Entries of z that are not finite, set to 0, do not.
 
         Args:
             shares, z: (N, K), and logits (N, K).

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -84,7 +86,8 @@ def _fully_sharded() -> tuple[type[nn.Module], ...]:
 class DataParallelGroup:
     """The ranks that train one model; without a group every collective does nothing.
 
-    ``"auto"`` is the group of a DistributedDataParallel around the model, now or later.
+    ``"auto"`` is the group of a DistributedDataParallel around the model, now or later, or the ranks of the mesh over
+    which its parameters lie. Of these some may have the same rows (tensor parallelism), which changes no mean.
     """
 
     def __init__(self, model: nn.Module, process_group: Any) -> None:
@@ -93,40 +96,48 @@ class DataParallelGroup:
             raise TypeError(f"process_group={process_group!r} must be 'auto', a torch.distributed ProcessGroup or None")
         self._model = model
         self._given = process_group
-        self._group: Any = process_group if is_group else None
         self._said: set[str] = set()
-        self.size = process_group.size() if is_group else 1
+        self._use([process_group] if is_group else [])
         self.find()
+        if process_group == "auto" and not self._groups:
+            self._use(_groups_of_mesh(model))
+
+    def _use(self, groups: list[Any]) -> None:
+        self._groups = groups
+        self.size = math.prod(group.size() for group in groups)
 
     def find(self) -> None:
         """Look for the model's group, now and at each forward pass of the model; one that was found stays."""
-        if self._given == "auto" and self._group is None and dist.is_available() and dist.is_initialized():
+        if self._given == "auto" and not self._groups and dist.is_available() and dist.is_initialized():
             groups = map(_group_of, (*layers(self._model), internals.running_ddp()))
-            self._group = next(filter(None, groups), None)
-            self.size = 1 if self._group is None else self._group.size()
+            self._use(list(filter(None, groups))[:1])
 
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
-        if self._given == "auto" and self._group is None and dist.is_available() and dist.is_initialized():
-            if dist.get_world_size() > 1:
-                internals.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
+        is_initialized = dist.is_available() and dist.is_initialized()
+        if self._given == "auto" and not self._groups and is_initialized and dist.get_world_size() > 1:
+            internals.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first one's values, in place; sharded tensors are left."""
         if self.size > 1:
             for tensor in _whole(tensors):
-                dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0), group=self._group)
+                for group in self._groups:
+                    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self._group)
+            for group in self._groups:
+                dist.all_reduce(tensor, group=group)
 
     def largest(self, number: int) -> int:
         """The largest number of the ranks."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, number, group=self._group)
-        return max(found)
+        for group in self._groups:
+            found: list[Any] = [None] * group.size()
+            dist.all_gather_object(found, number, group=group)
+            number = max(found)
+        return number
 
     def average(self, tensors: list[Tensor]) -> None:
         """Mean over the ranks, in place; sharded gradients, which their shards' owner has averaged, are left."""
@@ -135,6 +146,18 @@ class DataParallelGroup:
             flat = internals.flattened(together)  # one reduction, not one for each tensor
             self.all_reduce_sum(flat)
             torch._foreach_copy_(together, internals.unflattened(flat.div_(self.size), together))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelGroup:
+        return DataParallelGroup(copy.deepcopy(self._model, memo), self._given)  # a process group has no copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_groups": [], "size": 1}
+
+
+def _groups_of_mesh(model: nn.Module) -> list[Any]:
+    """One group for each dimension of the mesh over which the first sharded parameter lies; none without one."""
+    sharded: Any = next(filter(is_sharded, model.parameters()), None)
+    return [] if sharded is None else sharded.device_mesh.get_all_groups()
 
 
 def _group_of(module: nn.Module | None) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.optim import Optimizer
 
@@ -25,6 +26,10 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
 
     # Not the class's own name, which is another in a subclass, and in the shell that Lightning hands out.
     _name: ClassVar[str]
+
+    # Only of a base that has them.
+    train: Callable[[], None]
+    eval: Callable[[], None]
 
     def __init__(self, base: Optimizer) -> None:
         if not isinstance(base, Optimizer):
@@ -51,6 +56,20 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
     state: Any = _of_base("state", "The base optimizer's per-parameter state.")
     defaults: dict[str, Any] = _of_base("defaults", "The base optimizer's default options.")
 
+    if not TYPE_CHECKING:  # a checker that saw it would let every misspelt name pass
+
+        def __getattr__(self, name: str) -> Any:
+            """``train`` and ``eval`` of a base that has them (Schedule-Free); SAM's ``first_step`` would bypass us."""
+            if name in ("train", "eval") and hasattr(self.__dict__.get("base"), name):
+                return functools.partial(self._switch, name)
+            is_of_sam = name in ("first_step", "second_step")
+            hint = ": optimizer.step(closure) takes all steps of SAM" if is_of_sam else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
+
+    def _switch(self, mode: str) -> None:
+        """Call the base's method of this name."""
+        getattr(self.base, mode)()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the base optimizer's state and, under a key for the class, what a bit-exact resumption needs.
 
@@ -58,7 +77,11 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
         """
         self._run_hooks("state_dict_pre")
         state = self.base.state_dict()
-        state[self._key] = self._own_state()
+        # torch.distributed.checkpoint drops top-level keys that it does not know, and keeps the entries of groups. In
+        # other states a plain optimizer that loads one would keep such an entry, and save it when it is stale.
+        in_group = any(internals.frames_of("torch.distributed.checkpoint.state_dict"))
+        place = state["param_groups"][0] if in_group else state
+        place[self._key] = self._own_state()
         return self._passed_through_hooks("state_dict_post", state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -70,7 +93,7 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
         state_dict = self._passed_through_hooks("load_state_dict_pre", dict(state_dict))
-        own = state_dict.pop(self._key, None)
+        own = self._take_own_state(state_dict)
         if not isinstance(own, dict):
             raise ValueError(
                 f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}.\n"
@@ -85,6 +108,15 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"state_dict could not be loaded, and nothing has changed: {error!r}") from error
         self._run_hooks("load_state_dict_post")
+
+    def _take_own_state(self, state_dict: dict[str, Any]) -> Any:
+        """Remove our part from a state, which may be changed on its top level only, and return it."""
+        groups = state_dict.get("param_groups")
+        if self._key in state_dict or not groups:
+            return state_dict.pop(self._key, None)
+        first = dict(groups[0])
+        state_dict["param_groups"] = [first, *groups[1:]]
+        return first.pop(self._key, None)
 
     @property
     def _key(self) -> str:
