@@ -51,7 +51,7 @@ class Given(NamedTuple):
 class Figures(NamedTuple):
     """What ``logs`` tells of the last backward pass; the penalty is a function that gives it."""
 
-    penalty: Callable[[], Tensor]
+    penalty: Callable[[], float | Tensor]
     weight: Scale
     alpha: float
     loss_scale: Scale

@@ -100,6 +100,11 @@ class Prototypes(Forecaster):
             raise ValueError(OTHER_NUM_CLASSES.format(self.given_num_classes, num_classes))
         self._begin(new_state(num_classes, dtype, device))
 
+    def _create_before_logits(self, num_classes: int) -> None:
+        """Create them on a rank that had no batch yet, or for a checkpoint to load into."""
+        like = next(self._model.parameters())
+        self._create(num_classes, like.dtype, like.device)
+
     def _begin(self, state: State) -> None:
         num_classes = self.num_classes = state.values.shape[1]
         self._state = state
@@ -205,8 +210,7 @@ class Prototypes(Forecaster):
         if not self._is_agreed:
             number = self._group.largest(self.num_classes)
             if number and not self.num_classes:
-                like = next(self._model.parameters())
-                self._create(number, like.dtype, like.device)
+                self._create_before_logits(number)
             self._is_agreed = number > 0
         return self._is_agreed
 
@@ -238,7 +242,7 @@ class Prototypes(Forecaster):
 
     def create_state(self) -> None:
         if not self.num_classes and self.given_num_classes:
-            self._create(self._like.new_empty(0, self.given_num_classes))
+            self._create_before_logits(self.given_num_classes)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state:
