@@ -6,6 +6,7 @@ Not in optimizer.py, since Lightning runs the optimizer's methods on another obj
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +21,8 @@ from dcl_optim.loss.reader import LossReader
 from dcl_optim.penalty.pull import Pull, Scale
 from dcl_optim.penalty.weights import Checked, FollowingFit
 from dcl_optim.progress import Forward, Outcome, Progress, Stage
-from dcl_optim.pytorch import synchronization
+from dcl_optim.pytorch import engines, synchronization
+from dcl_optim.pytorch.engines import Engine
 from dcl_optim.pytorch.hooks import Hook, ModuleHooks
 from dcl_optim.pytorch.internals import (
     call_after_backward,
@@ -31,7 +33,7 @@ from dcl_optim.pytorch.internals import (
     reaches_parameters,
 )
 from dcl_optim.pytorch.outputs import NoLogits, conversion_source, find_logits
-from dcl_optim.pytorch.parameters import have_gradients, trains_any
+from dcl_optim.pytorch.parameters import have_gradients, have_zeros, trains_any
 from dcl_optim.pytorch.ranks import unwrapped
 
 LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs the batches of a step equally
@@ -85,6 +87,7 @@ class Algorithm:
         self.guards = Guards(name, model, base, forecaster, self.reader, strict)
         self._base = base
         self._logits = logits
+        self._engine: Engine | None = None  # that calls the model
         self._attach()
 
     def _attach(self) -> None:
@@ -100,7 +103,9 @@ class Algorithm:
         if current_backward() == self.progress.backward != -1:
             return  # activation checkpointing recomputes a forward pass that is noted
         self.guards.forward_begins(module, self.progress)
-        if self.progress.is_cleared:
+        if self._engine is None and engines.MODULE in sys.modules:
+            self._engine = engines.calling_engine()
+        if (self._engine is not None and self._engine.has_ended_step()) or self.progress.is_cleared:
             self.forget()
         self.progress.begin_forward()
         self.forecaster.before_forward(args, kwargs, self.progress.number)
@@ -249,6 +254,22 @@ class Algorithm:
         if is_without and have_gradients(self._base):
             self.reader.num_skipped += 1
 
+    @outside_compiled_graphs
+    def is_no_training_step(self) -> bool:
+        """Whether a step without a forward pass steps the base alone.
+
+        It is the rest of a step that an engine takes group by group; or one with gradients of 0, by which
+        torch.distributed.checkpoint and DeepSpeed create the state of the base.
+        """
+        if not self.hooks.attached:
+            return False
+        if self._engine is not None:
+            return not self._engine.has_ended_step()
+        if have_zeros(self._base):
+            self.forecaster.create_state()
+            return True
+        return False
+
     def step_base(self, closure: Callable[[], Any]) -> Any:
         """Step a base optimizer that evaluates the loss itself, once or several times; give the first loss."""
         losses: list[Any] = []
@@ -315,7 +336,7 @@ class Algorithm:
         self.guards.state_loaded()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"progress": self.progress.number, "last": None}
+        return self.__dict__ | {"progress": self.progress.number, "last": None, "_engine": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from dcl_optim.algorithm import Algorithm, Figures
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.penalty.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
+from dcl_optim.progress import Stage
 from dcl_optim.pytorch.arguments import check_arguments, check_flag
 from dcl_optim.pytorch.outputs import find_logits
 from dcl_optim.pytorch.wrapper import OptimizerWrapper
@@ -109,6 +110,8 @@ class ForecastOptimizer(OptimizerWrapper):
         algorithm = self._algorithm
         if closure is not None:
             result = algorithm.step_base(closure)
+        elif algorithm.progress.stage is Stage.NOTHING and algorithm.is_no_training_step():
+            return self.base.step()
         else:
             algorithm.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2

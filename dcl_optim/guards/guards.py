@@ -18,7 +18,7 @@ from dcl_optim.penalty.weights import Checked, FollowingFit
 from dcl_optim.progress import Forward, Outcome, Progress, Stage
 from dcl_optim.pytorch.internals import REPLICA, version_of, warn_once
 from dcl_optim.pytorch.outputs import NoLogits
-from dcl_optim.pytorch.parameters import have_gradients, parameters_of, requires_grad
+from dcl_optim.pytorch.parameters import has_other_parameters, have_gradients, parameters_of, requires_grad
 from dcl_optim.pytorch.synchronization import is_sync_step
 
 SETTLED = 100  # steps, before which the prototypes follow a model that learns fast
@@ -163,6 +163,8 @@ class Guards:
             seen = self._not_found
         if stage is Stage.NOTHING and not self._model.training:
             seen, fix = messages.EVAL_MODE
+        elif stage is Stage.NOTHING and has_other_parameters(self._base, self._model):
+            return messages.OF_AN_ENGINE.format(self._name, self._term)
         return messages.NOT_REGULARIZED.format(self._name, seen, fix.format(self._term))
 
     def step_ends(self, progress: Progress, last: Any, weight: Checked | FollowingFit) -> None:

@@ -42,6 +42,11 @@ NOT_REGULARIZED = (
     "{}.step found gradients, but no backward through a training forward of the wrapped model since the last step.\n"
     "  Seen: {}.\n  Fix: {}. strict=False allows such steps. See docs/troubleshooting.md"
 )
+OF_AN_ENGINE = (
+    "{}.step found gradients, but no training forward pass of the model since the last step, and parameters that an "
+    "engine (DeepSpeed) has put in place of the model's.\n"
+    "  Fix: call the engine in training mode in each step, z = engine(x), and add the penalty to the loss, {}"
+)
 EVAL_MODE = "the model is in eval mode", f"call model.train(); to train in eval mode use DCP with {TERMS[True]}"
 SEEN_AND_FIX = {
     Stage.NOTHING: (

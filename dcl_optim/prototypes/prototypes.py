@@ -225,6 +225,10 @@ class Prototypes(Forecaster):
             return {}
         return {name: tensor.clone() for name, tensor in self._state.saved()._asdict().items()}
 
+    def create_state(self) -> None:
+        if not self.num_classes and self.given_num_classes:
+            self._create(self._like.new_empty(0, self.given_num_classes))
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state:
             self.num_classes = 0

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -85,6 +86,18 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def frames_of(module: str) -> Iterator[FrameType]:
+    """The frames on the stack that run the code of a module, the innermost first.
+
+    The only way to know that torch.distributed.checkpoint or DeepSpeed's engine is calling.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == module:
+            yield frame
+        frame = frame.f_back
 
 
 def warn(message: str) -> None:

@@ -25,8 +25,9 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def trains_any(optimizer: Optimizer) -> bool:
-    """Whether an optimizer trains a parameter now."""
-    return any(any(map(requires_grad, group["params"])) for group in optimizer.param_groups)
+    """Whether an optimizer trains a parameter now, or has none, as between the steps of DeepSpeed's ZeRO 3."""
+    trains = any(any(map(requires_grad, group["params"])) for group in optimizer.param_groups)
+    return trains or next(parameters_of(optimizer), None) is None
 
 
 def has_other_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
@@ -39,21 +40,14 @@ def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return filter(_exists, map(_gradient, parameters_of(optimizer)))
 
 
-def have_gradients(optimizer: Optimizer, model: nn.Module | None = None, other_than_zero: bool = False) -> bool:
-    """Whether any parameter has a gradient.
+def have_gradients(optimizer: Optimizer) -> bool:
+    """Whether any parameter has a gradient."""
+    return next(gradients_of(optimizer), None) is not None
 
-    Args:
-        optimizer: whose parameters.
-        model: of those, the parameters of this model alone.
-        other_than_zero: one that is not all zero, which synchronizes.
-    """
-    gradients = gradients_of(optimizer)
-    if model is not None:
-        own = {id(parameter) for parameter in model.parameters()}
-        gradients = (p.grad for p in parameters_of(optimizer) if id(p) in own and p.grad is not None)
-    if other_than_zero:
-        return any(map(torch.any, gradients))
-    return next(gradients, None) is not None
+
+def have_zeros(optimizer: Optimizer) -> bool:
+    """Whether there are gradients, and all of them are 0. Synchronizes."""
+    return have_gradients(optimizer) and not any(map(torch.any, gradients_of(optimizer)))
 
 
 def inner_of(base: Optimizer) -> Optimizer:

@@ -114,9 +114,9 @@ class DataParallelGroup:
 
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
-        if self._given == "auto" and not self._groups and dist.is_available() and dist.is_initialized():
-            if dist.get_world_size() > 1:
-                internals.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
+        is_initialized = dist.is_available() and dist.is_initialized()
+        if self._given == "auto" and not self._groups and is_initialized and dist.get_world_size() > 1:
+            internals.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first one's values, in place; sharded tensors are left."""

@@ -77,7 +77,11 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
         """
         self._run_hooks("state_dict_pre")
         state = self.base.state_dict()
-        state[self._key] = self._own_state()
+        # torch.distributed.checkpoint drops top-level keys that it does not know, and keeps the entries of groups. In
+        # other states a plain optimizer that loads one would keep such an entry, and save it when it is stale.
+        in_group = any(internals.frames_of("torch.distributed.checkpoint.state_dict"))
+        place = state["param_groups"][0] if in_group else state
+        place[self._key] = self._own_state()
         return self._passed_through_hooks("state_dict_post", state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -89,7 +93,7 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dictionary, got {type(state_dict).__name__}")
         state_dict = self._passed_through_hooks("load_state_dict_pre", dict(state_dict))
-        own = state_dict.pop(self._key, None)
+        own = self._take_own_state(state_dict)
         if not isinstance(own, dict):
             raise ValueError(
                 f"state_dict has no entry {self._key!r} but {sorted(map(str, state_dict))}.\n"
@@ -104,6 +108,15 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             raise ValueError(f"state_dict could not be loaded, and nothing has changed: {error!r}") from error
         self._run_hooks("load_state_dict_post")
+
+    def _take_own_state(self, state_dict: dict[str, Any]) -> Any:
+        """Remove our part from a state, which may be changed on its top level only, and return it."""
+        groups = state_dict.get("param_groups")
+        if self._key in state_dict or not groups:
+            return state_dict.pop(self._key, None)
+        first = dict(groups[0])
+        state_dict["param_groups"] = [first, *groups[1:]]
+        return first.pop(self._key, None)
 
     @property
     def _key(self) -> str:

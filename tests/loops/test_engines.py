@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 from typing import Any
 
@@ -24,11 +25,16 @@ MODULE = types.ModuleType("deepspeed.runtime.engine")
 exec("def call(self, model, x):\n    return model(x)", MODULE.__dict__)
 
 
+@pytest.fixture(autouse=True)
+def imported(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, MODULE.__name__, MODULE)
+
+
 class Engine:
     """Copies of the parameters are what the base steps: all at once, each group alone, or as ZeRO 3 one by one."""
 
     def __init__(self, model: nn.Module, optimizer: Any, how: str, begins: bool = False) -> None:
-        self.model, self.optimizer, self.how, self.skipped_steps = model, optimizer, how, 0
+        self.model, self.optimizer, self.how, self.global_steps = model, optimizer, how, 0
         self.pairs = []
         for group in optimizer.param_groups:
             own = [parameter.detach().clone().requires_grad_() for parameter in group["params"]]
@@ -53,8 +59,7 @@ class Engine:
         if all(parameter.grad.isfinite().all() for parameter in theirs):
             for number in range(len(self.pairs)):
                 self._step_group(number)
-        else:
-            self.skipped_steps += 1
+        self.global_steps += 1
         for parameter in theirs:
             parameter.grad = None
 
@@ -159,8 +164,3 @@ def test_a_companion_is_refused(when: str) -> None:
         engine = Engine(model, optimizer, how)
         with pytest.raises(ValueError, match=r"(?s)an engine has put its own.*Fix: with an engine use DCPOptimizer"):
             engine(next(batches(1))[0])
-
-
-def test_the_parameters_of_the_engine_are_no_other_network(recwarn: Any) -> None:
-    train(Engine(*build(DCPOptimizer), "groups"), "term")
-    assert not recwarn.list
