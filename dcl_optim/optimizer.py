@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from dcl_optim.algorithm import Algorithm, Figures
 from dcl_optim.forecaster import Forecaster
+from dcl_optim.loss.reader import SAVED
 from dcl_optim.penalty.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
 from dcl_optim.progress import Stage
-from dcl_optim.pytorch.arguments import check_arguments, check_flag
+from dcl_optim.pytorch.arguments import check_arguments, check_flag, check_state
 from dcl_optim.pytorch.outputs import find_logits
 from dcl_optim.pytorch.wrapper import OptimizerWrapper
 
@@ -192,7 +193,8 @@ class ForecastOptimizer(OptimizerWrapper):
         }
 
     def _load_own_state(self, state: dict[str, Any]) -> None:
-        steps, uses_term, loss, own = (state[name] for name in ("steps", "term", "loss", "forecaster"))
-        self.forecaster.check_state(own)
-        self.forecaster.load_state_dict(own)
-        self._algorithm.load_state(steps, uses_term, loss)
+        check_state(state, {"steps": int, "term": bool, "loss": dict, "forecaster": dict}, self._name)
+        check_state(state["loss"], SAVED, "loss")
+        self.forecaster.check_state(state["forecaster"])
+        self.forecaster.load_state_dict(state["forecaster"])
+        self._algorithm.load_state(state["steps"], state["term"], state["loss"])

@@ -23,6 +23,7 @@ PATIENCE = 20  # first batches that may tell nothing
 TRUSTED = 100  # steps, after which unread batches are told of again
 SAMPLE = 2**20  # logits that the first look takes
 SUMS_TO_ZERO = 0.02  # of the absolute values
+SAVED = {"smoothing": float | None, "in_float32": bool, "scale": float | None, "class_dim": int | None}
 TERMS = {False: "loss + optimizer.penalty(logits)", True: "loss + optimizer.penalty(logits, labels)"}
 
 UNREADABLE = (

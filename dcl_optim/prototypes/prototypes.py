@@ -15,6 +15,7 @@ from dcl_optim.penalty.pull import Pull, Scale, pull_of
 from dcl_optim.progress import Forward
 from dcl_optim.prototypes.labels import classes_of
 from dcl_optim.prototypes.tally import MASKED, NEVER, State, Tally, learn_, learn_fit_, new_state
+from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import outside_compiled_graphs
 from dcl_optim.pytorch.ranks import DataParallelGroup
 
@@ -225,6 +226,12 @@ class Prototypes(Forecaster):
             return {}
         return {name: tensor.clone() for name, tensor in self._state.saved()._asdict().items()}
 
+    def check_state(self, state: dict[str, Any]) -> None:
+        if state:  # empty before the first batch
+            num_classes = self.given_num_classes or self.num_classes or len(state["numbers"])
+            expected = new_state(num_classes, torch.float32, torch.device("meta")).saved()
+            check_state(state, expected._asdict(), "prototypes")
+
     def create_state(self) -> None:
         if not self.num_classes and self.given_num_classes:
             self._create(self._like.new_empty(0, self.given_num_classes))
@@ -234,8 +241,6 @@ class Prototypes(Forecaster):
             self.num_classes = 0
         else:
             saved = State(**state)
-            if self.given_num_classes not in (None, len(saved.values)):
-                raise ValueError(OTHER_NUM_CLASSES.format(self.given_num_classes, len(saved.values)))
             loaded = new_state(len(saved.values), saved.values.dtype, saved.values.device)
             for tensor, value in zip(loaded.saved(), saved, strict=True):
                 tensor.copy_(value)

@@ -97,25 +97,26 @@ class DataParallelGroup:
         self._model = model
         self._given = process_group
         self._said: set[str] = set()
-        self._use([process_group] if is_group else [])
+        self._groups: list[Any] = []
+        self._has_looked = False
+        self.size = 1
         self.find()
-        if process_group == "auto" and not self._groups:
-            self._use(_groups_of_mesh(model))
-
-    def _use(self, groups: list[Any]) -> None:
-        self._groups = groups
-        self.size = math.prod(group.size() for group in groups)
 
     def find(self) -> None:
         """Look for the model's group, now and at each forward pass of the model; one that was found stays."""
-        if self._given == "auto" and not self._groups and dist.is_available() and dist.is_initialized():
-            groups = map(_group_of, (*layers(self._model), internals.running_ddp()))
-            self._use(list(filter(None, groups))[:1])
+        if not self._groups and self._given is not None and dist.is_available() and dist.is_initialized():
+            self._groups = [self._given] if self._given != "auto" else self._look()
+            self._has_looked = True
+            self.size = math.prod(group.size() for group in self._groups)
+
+    def _look(self) -> list[Any]:
+        wrappers = (*layers(self._model), internals.running_ddp())
+        found = list(filter(None, map(_group_of, wrappers)))[:1]
+        return found if found or self._has_looked else _groups_of_mesh(self._model)
 
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
-        is_initialized = dist.is_available() and dist.is_initialized()
-        if self._given == "auto" and not self._groups and is_initialized and dist.get_world_size() > 1:
+        if self._has_looked and not self._groups and dist.is_initialized() and dist.get_world_size() > 1:
             internals.warn_once(self._said, SEVERAL_RANKS.format(dist.get_world_size()))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -148,10 +149,12 @@ class DataParallelGroup:
             torch._foreach_copy_(together, internals.unflattened(flat.div_(self.size), together))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelGroup:
-        return DataParallelGroup(copy.deepcopy(self._model, memo), self._given)  # a process group has no copies
+        copied = copy.copy(self)  # a process group has no copies
+        copied._model = copy.deepcopy(self._model, memo)
+        return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_groups": [], "size": 1}
+        return self.__dict__ | {"_groups": [], "_has_looked": False, "size": 1}
 
 
 def _groups_of_mesh(model: nn.Module) -> list[Any]:

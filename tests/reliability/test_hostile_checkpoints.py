@@ -13,9 +13,9 @@ import torch
 from tests.reliability.hostile import ABSENT, JUNK, VARIANTS, Training, places, replaced
 
 FLIPS = 200
-# What junk may be in its place: an optimizer without a state, a loss of which nothing is known yet, numbers of the same
-# type, whose values are not looked at.
-RIGHT = {("state", "empty"), ("steps", "minus one")}
+# What junk may be in its place: an optimizer without a state, prototypes from before the first batch, a loss of which
+# nothing is known yet, numbers of the same type, whose values are not looked at.
+RIGHT = {("state", "empty"), ("steps", "minus one"), ("dcl_optim.DCPOptimizer", "forecaster", "empty")}
 RIGHT |= {("loss", name, "none") for name in ("smoothing", "class_dim", "scale")}
 RIGHT |= {("loss", name, "nan") for name in ("smoothing", "error", "scale")}
 RIGHT |= {("loss", name, "minus one") for name in ("class_dim", "num_silent")}

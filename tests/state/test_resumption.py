@@ -114,6 +114,7 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     assert dcl.companion is not other_shape.companion  # a state without one fits everywhere
     three = mlp()
     fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, num_classes=3)
+    fewer_classes.forecaster.create_state()
     dcl.base.param_groups[0]["lr"] = 0.123
     before = repr(dcl.state_dict())
     own = dcl.state_dict()["dcl_optim.DCLOptimizer"]
