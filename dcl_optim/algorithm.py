@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -97,7 +98,6 @@ class Algorithm:
 
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Called with the model, for a forecaster that predicts: begin a training forward pass."""
-        self.progress.is_running = False
         if not module.training or not torch.is_grad_enabled() or is_recorded() or not trains_any(self._base):
             return
         if current_backward() == self.progress.backward != -1:
@@ -115,8 +115,10 @@ class Algorithm:
         predicts = self.forecaster.predicts
         if not predicts:
             self.before_forward(module, args, kwargs)
-        if not self.progress.is_running:
+        # A call inside of this one, or in another thread, may have been no training forward pass.
+        if self.progress.thread != threading.get_ident() or not module.training or not torch.is_grad_enabled():
             return
+        self.progress.thread = 0  # of a call inside of another one the logits are those of the loss
         if self.uses_term and not predicts:
             return
         try:

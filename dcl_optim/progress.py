@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from enum import IntEnum
 from typing import Any
@@ -104,7 +105,7 @@ class Progress:
         not_finite: whether a batch was left out because its logits or its gradient were not finite.
         backward: the last backward pass, by autograd's number; -1 for none.
         is_cleared: whether ``zero_grad`` has cleared the gradients of these batches.
-        is_running: whether a training forward pass runs.
+        thread: the one in which a training forward pass runs; 0 for none.
         learns: whether the forecaster learns from the next batch: not from a closure's further evaluations.
     """
 
@@ -117,14 +118,14 @@ class Progress:
         # Changed by the script's calls of zero_grad and of step with a closure:
         self.is_cleared = False
         self.learns = True
-        self.is_running = False
+        self.thread = 0
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """The model is called for training."""
         self.stage = max(self.stage, Stage.FORWARD)
-        self.is_running = True
+        self.thread = threading.get_ident()
 
     def penalty_called(self, forward: Forward) -> None:
         """The script has called ``penalty`` with these logits."""

@@ -1,4 +1,4 @@
-"""Calls of the model inside of other calls, and in other threads: what is known of one is its thread's and depth's."""
+"""Calls of the model inside of other calls, and in other threads, which are no training forward passes."""
 
 from __future__ import annotations
 
@@ -18,30 +18,6 @@ from tests.reference import EACH, assert_same_training, term_of, wrap
 WAYS = pytest.mark.parametrize("way", ["line", "term"])
 
 
-def crops(x: Tensor) -> Tensor:
-    """Two crops of each image, (2, batch, features)."""
-    return torch.stack([x, x.flip(1)])
-
-
-class OfCrops(nn.Module):
-    """Gives the mean of the logits of crops, for each of which it calls itself or its body."""
-
-    def __init__(self, calls_itself: bool, fails_once: bool = False) -> None:
-        super().__init__()
-        self.body = mlp()
-        self.calls_itself = calls_itself
-        self.fails_once = fails_once
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim == 2:
-            return self.body(x)
-        one = self if self.calls_itself else self.body
-        if self.fails_once:
-            with pytest.raises(RuntimeError, match="mat1 and mat2"):
-                one(x[0, :, 1:])
-        return torch.stack([one(crop) for crop in x]).mean(0)
-
-
 class WithItsLoss(nn.Module):
     """Returns the loss of the logits, for which it calls itself."""
 
@@ -53,29 +29,16 @@ class WithItsLoss(nn.Module):
         return self.body(x) if y is None else F.cross_entropy(self(x), y)
 
 
-def trained(model: nn.Module, variant: str, way: str, data: Callable[[Tensor], Tensor], **options: Any) -> Any:
-    optimizer = wrap(variant, model, **options)
+def trained(model: nn.Module, variant: str, way: str) -> Any:
+    optimizer = wrap(variant, model)
     term = term_of(optimizer, way)
     for x, y in batches(8):
         optimizer.zero_grad()
-        z = model(data(x))
+        z = model(x)
         (F.cross_entropy(z, y) + term(z, y)).backward()
         optimizer.step()
     assert optimizer.logs()["skipped"] == 0
     return optimizer
-
-
-@EACH
-@WAYS
-@pytest.mark.parametrize("weight", [1.0, 0.0])
-@pytest.mark.parametrize("fails_once", [False, True])
-def test_a_model_that_calls_itself_trains_as_one_that_does_not(
-    variant: str, way: str, weight: float, fails_once: bool
-) -> None:
-    """The logits are those of the outer call, which the loss is of."""
-    alone = trained(OfCrops(calls_itself=False), variant, way, crops, weight=weight)
-    calling = trained(OfCrops(calls_itself=True, fails_once=fails_once), variant, way, crops, weight=weight)
-    assert_same_training(alone, calling)
 
 
 @EACH
@@ -86,41 +49,7 @@ def test_a_model_that_returns_the_loss_of_a_call_of_itself_trains_as_its_logits(
         optimizer.zero_grad()
         model(x, y).backward()
         optimizer.step()
-    assert_same_training(optimizer, trained(WithItsLoss(), variant, "line", lambda x: x))
-
-
-@EACH
-def test_logits_that_are_handed_on_from_an_inner_call_are_counted_once(variant: str) -> None:
-    class HandsOn(WithItsLoss):
-        def forward(self, x: Tensor, again: bool = True) -> Tensor:
-            return self(x, again=False) if again else self.body(x)
-
-    handing = trained(HandsOn(), variant, "line", lambda x: x)
-    assert_same_training(handing, trained(WithItsLoss(), variant, "line", lambda x: x))
-
-
-@EACH
-def test_a_model_that_calls_itself_goes_on_after_an_error_or_an_interrupt(variant: str) -> None:
-    errors: list[Any] = []
-
-    class Interrupted(OfCrops):
-        def forward(self, x: Tensor) -> Tensor:
-            if errors and x.ndim == 2:
-                raise errors.pop()
-            return super().forward(x)
-
-    model = Interrupted(calls_itself=True)
-    optimizer = wrap(variant, model)
-    for number, (x, y) in enumerate(batches(8)):
-        for error in (KeyError("data"), KeyboardInterrupt()) if number in (0, 3) else ():
-            errors.append(error)
-            with pytest.raises(type(error)):
-                model(crops(x))
-            optimizer.zero_grad()
-        F.cross_entropy(model(crops(x)), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same_training(optimizer, trained(OfCrops(calls_itself=False), variant, "line", crops))
+    assert_same_training(optimizer, trained(WithItsLoss(), variant, "line"))
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
@@ -162,5 +91,25 @@ def test_another_thread_may_predict_during_a_training_forward_pass(variant: str,
 
     model = Observed()
     model.middle[threading.get_ident()] = lambda: in_a_thread(predict)
-    watched = trained(model, variant, way, lambda x: x)
-    assert_same_training(watched, trained(Observed(), variant, way, lambda x: x))
+    watched = trained(model, variant, way)
+    assert_same_training(watched, trained(Observed(), variant, way))
+
+
+@EACH
+@WAYS
+@pytest.mark.parametrize("is_eval", [False, True])
+def test_a_forward_pass_may_predict_on_its_way(variant: str, way: str, is_eval: bool) -> None:
+    """Without gradients, or in eval mode with them."""
+
+    def predict() -> None:
+        here = model.middle.pop(threading.get_ident())
+        with torch.set_grad_enabled(is_eval):
+            model.train(not is_eval)
+            assert model(torch.randn(4, FEATURES, dtype=torch.float64)).shape == (4, CLASSES)
+            model.train()
+        model.middle[threading.get_ident()] = here
+
+    model = Observed()
+    model.middle[threading.get_ident()] = predict
+    watched = trained(model, variant, way)
+    assert_same_training(watched, trained(Observed(), variant, way))
