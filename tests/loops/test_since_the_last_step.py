@@ -165,25 +165,6 @@ def test_one_layer_without_a_gradient_drops_no_micro_batch(variant: str) -> None
     assert_same(*found)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_batch_that_is_cleared_in_the_model_alone_is_dropped(variant: str) -> None:
-    """The base trains a parameter outside of the model too, such as the centers of a loss."""
-    found = []
-    for skips in (False, True):
-        model, outside = mlp(), nn.Parameter(torch.ones(3).double())
-        base = torch.optim.SGD([*model.parameters(), outside], lr=0.1)
-        optimizer = wrap(variant, model, base)
-        for number, (x, y) in enumerate(batches(3)):
-            if skips and number == 1:
-                (F.cross_entropy(model(x + 1.0), y) + outside.sum()).backward()
-            model.zero_grad()
-            (F.cross_entropy(model(x), y) + outside.sum()).backward()
-            optimizer.step()
-            outside.grad = None
-        found.append(learned(optimizer))
-    assert_same(*found)
-
-
 # ---- nothing is kept -----------------------------------------------------------------------------------------------
 
 

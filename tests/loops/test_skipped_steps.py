@@ -20,7 +20,6 @@ from tests.helpers import (
     batches,
     mlp,
     one,
-    train,
     training_forwards,
 )
 from tests.reference import EACH, VARIANTS, assert_same_training, learned, term_of, wrap
@@ -47,22 +46,6 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
             optimizer.step()
         with_extra.append((model.state_dict(), learned(optimizer)))
     assert_same(*with_extra)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_batch_whose_gradients_are_cleared_before_an_unconditional_step_is_not_learned_from(variant, set_to_none):
-    model = mlp()
-    optimizer = wrap(variant, model)
-    train(model, optimizer, batches(2))
-    own = f"dcl_optim.{type(optimizer).__name__}"
-    before = copy.deepcopy(optimizer.state_dict()[own]["forecaster"])
-    x, y = next(batches(1, seed=7))
-    optimizer.zero_grad()
-    backward(model, x, y)
-    optimizer.zero_grad(set_to_none)
-    optimizer.step()
-    assert_same(optimizer.state_dict()[own]["forecaster"], before)
 
 
 @pytest.mark.parametrize("cleared", ["before the forward pass", "before the backward pass"])
