@@ -28,6 +28,7 @@ from dcl_optim.pytorch.internals import (
     call_after_backward,
     constant,
     current_backward,
+    in_compiled_autograd,
     is_recorded,
     outside_compiled_graphs,
     reaches_parameters,
@@ -238,7 +239,7 @@ class Algorithm:
         if forward.outcome is Outcome.LEARNED and self.forecaster.predicts:  # what has learned may have overwritten it
             pull = self.forecaster.pull(forward, labels)
         gradient = None
-        if self.weight.constant != 0:
+        if self.weight.constant != 0 or in_compiled_autograd():  # which takes no None
             gradient = pull.gradient(forward.shape, dtype, forward.class_dim, s, weight)
         if self._is_of_training(forward):
             self._learn_from_term(forward, pull, labels, s, weight, value)

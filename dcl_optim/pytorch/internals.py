@@ -140,12 +140,6 @@ flattened: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensor
 unflattened: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
 
 
-def was_constructed(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has what ``Optimizer.__init__`` makes; torch's own methods fail without the hook tables."""
-    names = ("param_groups", "state", "defaults", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    return all(hasattr(optimizer, name) for name in names)
-
-
 def count_as_step(optimizer: Optimizer) -> None:
     """Note a step that is left out, so that a scheduler of this optimizer does not warn that it comes before a step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, mlp, sgd, train, wrap
 
@@ -269,31 +269,6 @@ def test_an_optimizer_of_sparse_gradients_that_has_stepped_is_no_such_one() -> N
     train(model, optimizer, data)
     state = optimizer.companion_optimizer.state[optimizer.companion.weight]
     assert float(state["step"]) == 2  # the first gradient is zero
-
-
-class WithoutInit(torch.optim.Optimizer):
-    """A container that does not call torch's constructor."""
-
-    def __init__(self, inner: torch.optim.Optimizer, lacks: str = "defaults") -> None:
-        self.inner = inner
-        for name in {"param_groups", "state", "defaults"} - {lacks}:
-            setattr(self, name, getattr(inner, name))
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-
-@pytest.mark.parametrize("lacks", ["param_groups", "state", "defaults", "hooks"])
-@pytest.mark.parametrize("wrapper", [DCPOptimizer, DCLOptimizer])
-def test_a_base_without_torchs_constructor_is_refused_and_its_class_is_left_as_it_is(wrapper: Any, lacks: str) -> None:
-    model = mlp()
-    base = WithoutInit(sgd(model), lacks)
-    step = WithoutInit.step
-    with pytest.raises(TypeError, match=r"WithoutInit.*does not call(?s:.*)wrap the optimizer that it holds"):
-        wrapper(base, model)
-    assert WithoutInit.step is step
-    assert not model._forward_hooks
-    WithoutInit(sgd(model)).step()  # a plain one still steps
 
 
 class StepsByItself(torch.optim.Optimizer):

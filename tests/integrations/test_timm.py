@@ -142,6 +142,7 @@ def test_timms_training_loop_trains_by_the_line_as_by_the_term(smoothing: float,
         trained.append(optimizer)
     model = create("resnet10t").float()
     start = DCPOptimizer(adamw(model), model, num_classes=CLASSES)
+    start.forecaster.create_state()
     for line, term, before in zip(*(end(optimizer) for optimizer in (*trained, start)), strict=True):
         assert (line - term).norm() < (1e-3 if dtype == torch.float32 else 0.1) * (term - before).norm()
     assert trained[0].forecaster.seen.all()
