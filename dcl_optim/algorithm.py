@@ -79,7 +79,7 @@ class Algorithm:
     ) -> None:
         self.model = model
         self.forecaster = forecaster
-        self.reader = LossReader(name, forecaster.reads_labels)
+        self.reader = LossReader(forecaster.reads_labels)
         self.weight = weight
         self.alpha = alpha
         self.uses_term = False  # whether the script has called penalty: then the line is off

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.guards import messages
 from dcl_optim.guards.first_look import FirstLook, refuse_in_batch, refuse_sigmoid
+from dcl_optim.guards.reading import ReadingGuard
 from dcl_optim.loss.reader import LossReader
 from dcl_optim.penalty.distances import mse, squared
 from dcl_optim.penalty.weights import Checked, FollowingFit
@@ -51,6 +52,7 @@ class Guards:
         self._term = messages.TERMS[forecaster.reads_labels]
         self._said: set[str] = set()
         self._first_look = FirstLook()
+        self._reading_guard = ReadingGuard(name, forecaster.reads_labels)
         self._is_superseded = False
         self._not_found = ""  # why an output of the model showed no logits
         # Changed by loading and by the next step or forward pass:
@@ -98,9 +100,12 @@ class Guards:
 
     def gradient_not_read(self, forward: Forward) -> None:
         """Raise or warn of a loss that the line does not read."""
+        self._reading_guard.gradient_came(forward, self._reader)
 
     def gradient_read(self, forward: Forward, labels: Labels | None) -> None:
-        """Refuse labels that are the rows' places; warn of probabilities."""
+        """Refuse labels that are the rows' places; warn of probabilities, and of rows that are all certain."""
+        if self._reader.is_certain:
+            self._reading_guard.gradient_came(forward, self._reader)
         if self._first_look.is_over or not forward.may_read:
             return
         self._refuse_in_batch(forward, labels)

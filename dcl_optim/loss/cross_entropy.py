@@ -43,7 +43,9 @@ All functions are pure, take rows (N, K) of logits and gradient, and compute in 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -56,13 +58,15 @@ LOG = -1.0  # in place of a label smoothing: the form of log-probabilities
 
 TOLERANCE = 1e-3  # of |g - a r| / |g|, and more in bfloat16; the rounding of float32 leaves about 1e-6
 ROUNDING = 1e-6  # of r in a row, in units of 1, where p is close to 1
-STEP = 0.01  # from one smoothing that a person writes to the next
 MAX_SMOOTHING = 0.5
 NORMALIZED = 0.05  # of the logarithm of the sum of probabilities, which leaves room for bfloat16
 CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum to less
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
+MAX_SHIFT = 0.1  # of a smoothing, by which that of a batch may differ
+LEAST_EVIDENCE = 4  # numbers that a form with a smoothing has to explain
+RIDGE = 1e-6  # of the smoothing of a batch
 
 PART = 2**18  # numbers of which a CPU's norm in float32 is wrong by at most 0.03 %; of 8M by 0.8 %
 
@@ -73,10 +77,12 @@ class Form(NamedTuple):
     Attributes:
         smoothing: the label smoothing, or ``LOG``.
         in_float32: whether the loss takes the softmax in float32 or wider; if not, in the logits' own dtype.
+        classes_last: whether it takes the softmax along the last dimension.
     """
 
     smoothing: float
     in_float32: bool = True
+    classes_last: bool = True
 
 
 class Reading(NamedTuple):
@@ -114,7 +120,7 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
         >>> reading.labels, round(reading.scale.item(), 4), reading.fits
         (tensor([0, 2]), 8.0, tensor(True))
     """
-    norm = torch.linalg.vector_norm if z.numel() <= PART else _norm_by_rows
+    norm = _norm_of(z)
     num_rows, num_classes = z.shape
     smoothing = max(form.smoothing, 0.0)
     # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
@@ -123,23 +129,20 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     num_live = torch.linalg.vector_norm(size, 0, dtype=wide_dtype(z.dtype))  # counts in one kernel
     tolerance = tolerance_of(z.dtype, g.dtype)
     half_step = _half_step(g.dtype)
-    rounding = ROUNDING if form.in_float32 else ROUNDING + 3.0 * _roundoff(z.dtype) * smoothing  # of r in a row
+    roundoff = max(_roundoff(z.dtype), _roundoff(g.dtype))
+    rounding = rounding_of(form, z)
     g = wide(g)
     p = _probabilities(form, z)
-    last = None
     if smoothing:
-        last = None if last_scale is None else last_scale / num_live
-        y = _smoothed_labels(p, g, live, smoothing, last)
+        y = _smoothed_labels(p, g, live, smoothing)
     else:
         y = torch.add(g, p, alpha=-TINY).argmin(1)  # of entries that are all zero, as of a certain label, the likeliest
     r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add")  # p - q
     if smoothing:
         r.sub_(smoothing / num_classes)
-    length = norm(r.mul_(live.unsqueeze(1)))
+    r.mul_(live.unsqueeze(1))
     whole = norm(g)
-    a = whole / length
-    if last is not None:  # which stays if rounding is all that tells the two apart
-        a = torch.where((whole / last - length).abs() <= rounding * math.sqrt(num_rows), last, a)
+    a = _slope(form, roundoff, g, r, y, live, num_live) if smoothing else whole / norm(r)
     rest = norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
     excess = torch.sub(rest, whole, alpha=tolerance)
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
@@ -150,8 +153,9 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     fits = limit <= half_step * (2.0 * num_classes if smoothing else math.sqrt(num_classes)) * math.sqrt(num_rows)
     if form.smoothing == LOG:
         fits = fits & ((torch.logsumexp(wide(z), 1).abs() <= NORMALIZED) | ~live).all()
-    zero = constant(0.0, z.device)  # a comparison with a number makes a tensor of it first
-    scale = torch.where(excess <= zero, scale, 1.0 if last_scale is None else last_scale)
+    # A comparison with a number makes a tensor of it first.
+    told = fits if smoothing else excess <= constant(0.0, z.device)
+    scale = torch.where(told, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
         y = torch.where(live & fits, y, constant(num_classes, z.device))
     return Reading(y, scale, fits, num_live, rest)
@@ -161,6 +165,10 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
 def tolerance_of(z: torch.dtype, g: torch.dtype) -> float:
     """The share of a gradient that rounding may leave unexplained, for these dtypes of logits and gradient."""
     return max(TOLERANCE, _roundoff(z), _roundoff(g))
+
+
+def _norm_of(rows: Tensor) -> Callable[[Tensor], Tensor]:
+    return torch.linalg.vector_norm if rows.numel() <= PART else _norm_by_rows
 
 
 def _norm_by_rows(rows: Tensor) -> Tensor:
@@ -183,22 +191,55 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def rounding_of(form: Form, z: Tensor) -> float:
+    """How far r may be off in each row of logits."""
+    rounding = ROUNDING + z.shape[1] * _roundoff(wide_dtype(z.dtype))
+    return rounding if form.in_float32 else rounding + 4.0 * _roundoff(z.dtype) ** 2
+
+
 def _probabilities(form: Form, z: Tensor) -> Tensor:
     """The softmax as the loss takes it, in float32 or wider; 0 of log-probabilities."""
     if form.smoothing == LOG:
         return torch.zeros_like(z, dtype=wide_dtype(z.dtype))
+    dtype = wide_dtype(z.dtype) if form.in_float32 else z.dtype
+    if not form.classes_last:
+        return wide(torch.log_softmax(z.t(), 0, dtype=dtype)).exp_().t()
     if form.in_float32:
-        return torch.softmax(z, 1, dtype=None if z.dtype.itemsize >= 4 else torch.float32)
+        return torch.softmax(z, 1, dtype=dtype)
     return wide(torch.log_softmax(z, 1)).exp_()
 
 
-def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float, last: Tensor | None) -> Tensor:
+def _slope(form: Form, roundoff: float, g: Tensor, r: Tensor, y: Tensor, live: Tensor, num_live: Tensor) -> Tensor:
+    """The factor a of this batch; shift r to the smoothing of this batch."""
+    num_rows, num_classes = g.shape
+    num_others = num_classes - 1
+    labels = y.unsqueeze(1)
+    label_r = r.gather(1, labels)
+    sum_r = label_r.sum()
+    sum_g = g.gather(1, labels).sum()
+    r.scatter_(1, labels, 0.0)
+    others_r = -sum_r
+    others_g = -sum_g
+    if roundoff > _roundoff(torch.float32):  # rows that are rounded do not sum to 0
+        others_r = r.sum()
+        others_g = g.sum() - sum_g
+    squares = _norm_of(r)(r).square()
+    prior = (roundoff * num_classes / (MAX_SHIFT * form.smoothing)) ** 2 / (3.0 * num_rows * num_others)
+    mean_r = others_r / torch.add(num_live * (num_others * (1.0 + RIDGE)), squares, alpha=prior)
+    product = torch.addcmul((g * r).sum(), others_g, mean_r, value=-1.0)
+    a = product / torch.addcmul(squares, others_r, mean_r, value=-1.0)
+    most = MAX_SHIFT * form.smoothing
+    shift = torch.addcdiv(sum_r, sum_g, a, value=-1.0) / num_live
+    shift = (shift.clamp(-most, most) * live).unsqueeze(1)
+    r.add_(shift, alpha=1.0 / num_others).scatter_(1, labels, label_r.sub_(shift))
+    return a
+
+
+def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
     if p.shape[1] == 2:  # each row has the factor at one of the two, unless the model is too sure of the wrong class
         guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
     else:
         guess = _steepest(p, g, smoothing / p.shape[1])
-    if last is not None:
-        guess = torch.maximum(guess, 4.0 * smoothing * last)
     return torch.addcmul(g, p, guess, value=-0.5).argmin(1)
 
 
@@ -227,35 +268,55 @@ def _telling(z: Tensor, g: Tensor) -> Tensor:
 
 
 def choices(z: Tensor, g: Tensor) -> list[Form]:
-    """Forms that a cross-entropy may have whose gradient tells it: with the smoothing that fits. Synchronizes."""
+    """Forms that a softmax cross-entropy may have: without a smoothing, and with that which fits. Synchronizes."""
     forms = []
-    telling = _telling(z, g).unsqueeze(1)
-    for in_float32 in arithmetics(z):
-        p = _probabilities(Form(0.0, in_float32), z) * telling
-        smoothing = float(_fitted_smoothing(p, wide(g) * telling, telling))
-        near = [] if math.isnan(smoothing) else [round(smoothing / STEP) + shift for shift in (-1, 0, 1)]
-        forms += [Form(0.0, in_float32)]
-        forms += [Form(round(step * STEP, 2), in_float32) for step in near if 0 < step * STEP <= MAX_SMOOTHING]
+    live = g.any(1, keepdim=True)
+    for hard in plain_forms(z):
+        smoothing = float(_fitted_smoothing(_probabilities(hard, z) * live, wide(g), live))
+        forms += [hard]
+        if 2.0 * tolerance_of(z.dtype, g.dtype) < smoothing <= MAX_SMOOTHING:
+            forms += [hard._replace(smoothing=smoothing)]
     return forms
 
 
-def arithmetics(z: Tensor) -> tuple[bool, ...]:
-    """Whether the softmax of logits is in float32 or wider, for each arithmetic that a loss may have."""
-    return (True,) if z.dtype.itemsize >= 4 else (True, False)
+def plain_forms(z: Tensor) -> list[Form]:
+    """The form without smoothing, for each arithmetic and layout that a loss may have."""
+    arithmetics = (True,) if z.dtype.itemsize >= 4 else (True, False)
+    return [Form(0.0, *options) for options in itertools.product(arithmetics, (True, False))]
 
 
 def best(readings: dict[Form, Reading]) -> Form | None:
-    """The form that leaves the least of a gradient, or no smoothing if that leaves hardly more. Synchronizes."""
+    """The form that leaves the least of a gradient, or a simpler one that leaves hardly more. Synchronizes."""
     rests = {form: float(reading.rest) for form, reading in readings.items() if bool(reading.fits)}
-    return min(rests, key=lambda form: rests[form] if form.smoothing else 0.5 * rests[form], default=None)
+    return min(rests, key=lambda form: rests[form] * _complexity(form), default=None)
 
 
-def _fitted_smoothing(p: Tensor, g: Tensor, telling: Tensor) -> Tensor:
+def _complexity(form: Form) -> float:
+    of_layout = 2.0 if form.in_float32 and not form.classes_last else 1.0
+    return of_layout * 1.5 if form.smoothing else of_layout
+
+
+def is_beyond_doubt(reading: Reading, z: Tensor, g: Tensor) -> bool:
+    """Whether rows of which the model is certain have one form as surely as others. Synchronizes.
+
+    Not if rounding is all that is left of r; nor one row, which may have a factor of its own; nor too few numbers for
+    factor and smoothing; nor two classes whose rows are all alike, which are on a line with any loss.
+    """
+    size = wide(g).abs().amax(1)
+    size = size[size > 0.0]
+    if len(size) < 2 or len(size) * (z.shape[1] - 1) < LEAST_EVIDENCE:
+        return False
+    if z.shape[1] == 2 and size.amax() < 1.1 * size.amin():
+        return False
+    return bool(reading.rest <= tolerance_of(z.dtype, g.dtype) * torch.linalg.vector_norm(wide(g)))
+
+
+def _fitted_smoothing(p: Tensor, g: Tensor, live: Tensor) -> Tensor:
     """The smoothing, nan for none: at all entries but the label's g = a (p - smoothing / K), which is a line."""
     a = _steepest(p, g)
     for _ in range(2):  # the line through the others is a better guess of a
         y = torch.addcmul(g, p, a, value=-0.5).argmin(1, keepdim=True)
-        others = telling.to(p).expand_as(p).scatter(1, y, 0.0)
+        others = live.to(p).expand_as(p).scatter(1, y, 0.0)
         mean_p = (p * others).sum() / others.sum()
         mean_g = (g * others).sum() / others.sum()
         centered = (p - mean_p) * others

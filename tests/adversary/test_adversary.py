@@ -5,13 +5,17 @@ It becomes a test of its module, and its seed joins ``SEEDS``. ``python -m tests
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
+from tests.adversary import fitting
 from tests.adversary.loops import check
 from tests.adversary.losses import Case, count, read
 
 SEEDS = (29, 30, 31, 32, 37, 41)
 CASES, LOOPS = 6, 75  # of each seed: of each kind of loss, of loops
+PARTS = 8  # of the trainings of a seed, of which one is run
 each_seed = pytest.mark.parametrize("seed", SEEDS)
 
 
@@ -33,6 +37,13 @@ def test_single_rows_in_half_precision_that_are_certain_keep_the_last_scale(name
     found = read(Case(name, seed, number))
     assert found["scales"] >= 20
     assert (found["off"], found["wrong"]) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trainings_until_the_model_fits(seed: int) -> None:
+    total = sum(fitting.count(seed, PARTS).values(), Counter())
+    assert (total["ended"], total["wrong"]) == (0, 0)
+    assert total["unread"] + total["off"] <= 0.03 * total["batches"]
 
 
 @each_seed

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from dcl_optim.layout import wide
 from dcl_optim.loss import cross_entropy
-from dcl_optim.loss.cross_entropy import LOG, Form, Reading, best, choices, read, tells_form, tolerance_of
-from dcl_optim.loss.reader import _sums_to_zero, _total
+from dcl_optim.loss.cross_entropy import LOG, Form, Reading, best, choices, read, rounding_of, tells_form, tolerance_of
 from tests.adversary.losses import count
 from tests.helpers import cells
 
@@ -27,10 +26,7 @@ def settle(loss: Tensor, z: Tensor) -> tuple[float | str | None, Reading | None]
     z = z.detach()
     if not tells_form(z, g):
         return NOTHING, None
-    forms = [Form(LOG)]
-    if _sums_to_zero(g, 1, _total(g)):
-        forms += choices(z, g)
-    readings = {form: read(form, z, g) for form in forms}
+    readings = {form: read(form, z, g) for form in [Form(LOG), *choices(z, g)]}
     form = best(readings)
     return (None, None) if form is None else (form.smoothing, readings[form])
 
@@ -117,15 +113,49 @@ def test_the_tolerance_is_the_rounding_of_the_narrowest_dtype():
     assert tolerance_of(torch.bfloat16, torch.float32) == 2**-8
 
 
-@pytest.mark.parametrize("smoothing", [0.05, 0.1, 0.2])
+@pytest.mark.parametrize("smoothing", [0.05, 0.1 / 1.1, 0.1 / 0.9, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("in_float32", [True, False])
-@pytest.mark.parametrize("classes", [2, 3, 10, 100])
-def test_a_smoothing_that_is_fitted_is_the_number_that_was_written(classes, in_float32, dtype, smoothing):
+@pytest.mark.parametrize("classes", [2, 4, 10, 100])
+def test_any_smoothing_is_fitted_and_the_factor_is_that_of_the_batch(classes, in_float32, dtype, smoothing):
     z, y = drawn(0, classes, learned=1.0, dtype=dtype)
     (g,) = torch.autograd.grad(256.0 * smoothed(wide(z) if in_float32 else z, y, smoothing), z)
     z = z.detach()
-    assert best({form: read(form, z, g) for form in choices(z, g)}).smoothing == smoothing
+    readings = {form: read(form, z, g) for form in choices(z, g)}
+    form = best(readings)
+    assert form.smoothing == pytest.approx(smoothing, rel=1e-4 if dtype == torch.float32 else 0.1)
+    assert torch.equal(readings[form].labels, y)
+    again = read(form, z, 7.0 * g, last_scale=torch.tensor(256.0))
+    assert float(again.scale) == pytest.approx(7.0 * 256.0, rel=1e-4 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("shift", [0.9, 0.95, 1.05, 1.1])
+def test_a_batch_may_have_a_smoothing_a_tenth_from_that_of_the_form(shift):
+    z, y = drawn(0, 10, learned=3.0)
+    (g,) = torch.autograd.grad(smoothed(z, y, 0.1), z)
+    reading = read(Form(0.1 / shift), z.detach(), g)
+    assert reading.fits
+    assert float(reading.scale) == pytest.approx(1.0, rel=1e-4)
+    assert not read(Form(0.1 / (1.0 + 4.0 * (shift - 1.0))), z.detach(), g).fits
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_softmax_is_tried_along_both_layouts(smoothing):
+    """On a CPU torch rounds the log-probabilities of bfloat16 otherwise along the last dimension."""
+    z, y = drawn(0, 5, rows=256, learned=7.0, dtype=torch.bfloat16)
+    rows = {True: z, False: z.reshape(64, 4, 5).transpose(1, 2)}
+    for classes_last, logits in rows.items():
+        loss = smoothed(logits, y if classes_last else y.reshape(64, 4), smoothing)
+        (g,) = torch.autograd.grad(loss, z)
+        form = best({form: read(form, z.detach(), g) for form in choices(z.detach(), g)})
+        assert (form.in_float32, form.classes_last) == (False, classes_last)
+
+
+def test_the_tolerance_of_a_row_knows_the_number_of_classes():
+    few, many = (rounding_of(Form(0.0), torch.zeros(1, classes)) for classes in (10, 32_000))
+    assert few < 2e-6
+    assert many == pytest.approx(1e-6 + 32_000 * 2**-24)
+    assert rounding_of(Form(0.0), torch.zeros(1, 32_000, dtype=torch.float64)) == pytest.approx(1e-6, rel=1e-5)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

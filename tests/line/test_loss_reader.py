@@ -18,7 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.loss.cross_entropy import Form
+from dcl_optim.loss.reader import LossReader, Unread
+from dcl_optim.progress import Forward
 from dcl_optim.pytorch import synchronization
+from tests.adversary.fitting import Training, run
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, one, sgd, train, training_forwards
 from tests.reference import VARIANTS, learned, wrap
 
@@ -291,20 +295,92 @@ def certain() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, [(F.one_hot(labels, FEATURES) + 0.02 * torch.randn(16, FEATURES).double(), labels) for labels in y]
 
 
-SILENT = [one_row_of_two_classes, a_prior, certain]
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("script", SILENT)
-def test_after_20_batches_that_tell_nothing_the_loss_is_refused(script, variant):
+def test_after_20_batches_that_tell_nothing_the_loss_is_refused(variant):
     torch.manual_seed(0)
-    model, data = script()
+    model, data = one_row_of_two_classes()
     optimizer = wrap(variant, model, sgd(model, lr=0.0))
     train(model, optimizer, data[:19])
     assert optimizer.logs()["skipped"] == 19
     assert math.isnan(optimizer.logs()["penalty"])
     with pytest.raises(RuntimeError, match=r"(?s)batches that show no form.*loss \+ optimizer.penalty\(logits"):
         train(model, optimizer, data[19:20])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("script", [a_prior, certain])
+def test_a_model_that_is_certain_of_every_row_is_read_from_the_20th_batch_on_with_one_warning(script, variant):
+    torch.manual_seed(0)
+    model, data = script()
+    optimizer = wrap(variant, model, sgd(model, lr=0.0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, optimizer, data[:19])
+        assert not caught
+        train(model, optimizer, data[19:], lambda z, y: F.cross_entropy(z, y) / 8)
+    assert [str(warning.message).partition(".")[0] for warning in caught] == [
+        "the model is certain of every row of the first 20 batches"
+    ]
+    assert "class weight" in str(caught[0].message)
+    assert optimizer.logs()["skipped"] == 19
+    assert optimizer.logs()["loss_scale"] == pytest.approx(1 / 8)
+    with pytest.warns(UserWarning, match="a batch gets no penalty"):
+        train(model, optimizer, [(0.1 * x, y) for x, y in data[:1]], weighted)
+
+
+@pytest.mark.parametrize("loss", [weighted, mixed])
+def test_other_losses_of_a_model_that_is_certain_of_every_row_are_refused_at_the_20th_batch(loss):
+    torch.manual_seed(0)
+    model, data = a_prior()
+    optimizer = wrap("dcp", model, sgd(model, lr=0.0))
+    train(model, optimizer, data[:19], loss)
+    with pytest.raises(RuntimeError, match="batches that show no form"):
+        train(model, optimizer, data[19:20], loss)
+
+
+def test_a_reader_without_its_guard_counts_what_it_does_not_read():
+    torch.manual_seed(0)
+    reader = LossReader(reads_labels=True)
+    for number, (loss, form, unread) in enumerate(
+        [(weighted, None, Unread.FACTORS), (squares, None, Unread.SUMS), (F.cross_entropy, Form(0.0), None)]
+    ):
+        z = torch.randn(8, CLASSES, requires_grad=True)
+        forward = Forward(z, number + 1)
+        (g,) = torch.autograd.grad(loss(z, torch.arange(8) % CLASSES), z)
+        assert (reader.read(forward, g) is None) == (form is None)
+        assert (reader.form, reader.unread, reader.num_skipped) == (form, unread, min(number + 1, 2))
+
+
+# ---- trainings until the model fits ----------------------------------------------------------------------------------
+
+BF16, FP16 = torch.bfloat16, torch.float16
+FITTED = {
+    "a scaler that grows": Training(0, 300, FP16, "transposed", smoothing=0.2, growth=10, steps=160),
+    "many classes, smoothing": Training(0, 1000, layout="transposed", smoothing=0.1, lr=2e-2, steps=100),
+    "bfloat16, classes not last": Training(0, 5, BF16, "transposed", steps=300, lr=1e-2),
+    "bfloat16, images": Training(0, 5, BF16, "images", steps=200, lr=1e-2),
+    "a checkpoint that fits": Training(0, 4, BF16, smoothing=0.1, before=200, steps=30),
+    "a checkpoint of two classes": Training(1, 2, FP16, smoothing=0.03, noise=0.1, before=200, steps=60),
+    "a factor that falls": Training(
+        0, 5, BF16, smoothing=0.2, steps=300, factor=lambda step: 0.25 if step > 150 else 1.0
+    ),
+    "a factor that rises": Training(
+        0, 5, BF16, smoothing=0.2, steps=300, factor=lambda step: 1.0 if step > 150 else 0.1
+    ),
+    "ignored rows, sum": Training(0, 3, BF16, smoothing=0.1, reduction="sum", ignored=0.9, steps=200),
+    "many classes": Training(0, 8000, layout="transposed", lr=2e-2, steps=60),
+    "smoothing of the other classes": Training(0, 10, BF16, smoothing=0.1, is_spread=True),
+    "smoothing of the other classes, float32": Training(0, 10, smoothing=0.1, is_spread=True),
+}
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_labels_and_factor_of_every_batch_are_read_until_the_model_fits(name):
+    counts = run(FITTED[name])
+    silent = 19 if name == "a checkpoint of two classes" else 0  # of which the model is certain
+    assert (counts["ended"], counts["wrong"], counts["off"]) == (0, 0, 0)
+    assert counts["unread"] <= silent
+    assert counts["batches"] > 20
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

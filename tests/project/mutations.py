@@ -118,8 +118,9 @@ class Fault:
 
 NOTHING = begin("return None")
 GUARDS = [
-    *("forward_begins", "logits_not_found", "gradient_comes", "term_gradient_comes", "gradient_read", "penalty_called"),
-    *("term_called", "step_begins", "step_ends", "superseded", "detached", "model_loaded", "state_loaded"),
+    *("forward_begins", "logits_not_found", "step_is_over", "graph_of_term_is_kept", "gradient_not_read"),
+    *("gradient_read", "term_called", "closure_ends", "step_has_no_penalty", "step_ends"),
+    *("superseded", "detached", "model_loaded", "state_loaded"),
 ]
 FAULTS = [
     # the penalty and its factors
@@ -190,7 +191,7 @@ FAULTS = [
     Fault("unseen prototypes pull", "prototypes.prototypes:Prototypes.pull",
           result("result._replace(weights=None)"), "prototypes/"),
     Fault("absent classes forget", "prototypes.tally:learn_",
-          replace("torch.where(is_here, numbers, state.numbers, out=state.numbers)", "state.numbers.copy_(numbers)"),
+          replace("torch.where(ages, numbers, state.numbers, out=state.numbers)", "state.numbers.copy_(numbers)"),
           "prototypes/ automatic_weight"),
     Fault("masked classes pull and are learned", "prototypes.prototypes:Prototypes.pull",
           replace("torch.threshold(z, MASKED, -math.inf)", "z"), "masked_classes"),
