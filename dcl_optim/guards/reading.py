@@ -17,8 +17,8 @@ SEEN = {
         "one logit a row, as of binary classification or regression, which has no classes, or no batch dimension"
     ),
     Unread.SUMS: (
-        "the gradient's rows do not sum to 0, as of sigmoid outputs, probabilities, regression, hidden states that the "
-        "loss takes to the last layer, or another term"
+        "the gradient's rows do not sum to 0, as of sigmoid outputs, probabilities, regression, hidden states that "
+        "the loss takes to the last layer, or another term"
     ),
     Unread.FACTORS: (
         "the rows have different factors, as with class weights, focal or symmetric losses, or more than one class, as "

@@ -5,14 +5,33 @@ cross-entropy that was multiplied by :math:`a` sends the gradient
 
 .. math:: g = a\,(p - q), \qquad q = (1-\epsilon)\,e_y + \epsilon/K, \qquad \textstyle\sum_k g_k = 0.
 
-Without smoothing the label is the only negative entry of g, so :math:`y = \arg\min g`. With smoothing it is the lowest
-entry of :math:`g - \tfrac12 b\,p` for any b from :math:`2\epsilon a` to :math:`(4-2\epsilon)\,a`; the largest entry of
-g/p will do, which is close to a and not above it, or :math:`4\epsilon` times the a of the last batch where g is little
-more than rounding. Then :math:`r = p - q` is known, and since all rows have the same factor,
-:math:`a = \lVert g\rVert / \lVert r\rVert`. The loss has this form where :math:`\lVert g - a r\rVert` is rounding. A
-mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero.
+Every smoothing has this form, also one that is spread over the other classes alone: then :math:`\epsilon` is K/(K - 1)
+times what the script has written.
 
-If the model ends in ``log_softmax``, ``NLLLoss`` gives :math:`g = -a\,e_y`.
+**Label.** Without smoothing it is the only negative entry of g, so :math:`y = \arg\min g`. With smoothing it is the
+lowest entry of :math:`g - \tfrac12 b\,p` for any b from :math:`2\epsilon a` to :math:`(4-2\epsilon)\,a`; the largest
+entry of g/p will do, close to a and not above it. Then :math:`r = p - q` is known.
+
+**Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`. With
+smoothing the length of r says little once the model fits, since r is then about as long as the error of
+:math:`\epsilon`. But at all entries except the labels' :math:`g = a\,p - c` is a line, whatever
+:math:`c = a\epsilon/K` is, and a is its slope, the least squares over these n entries:
+
+.. math:: a = \frac{\sum r g - \sum r \sum g / n}{\sum r^2 - (\sum r)^2 / n}.
+
+An entry of g is off by u of itself at most (u: see below), so the slope has a relative standard error of
+:math:`u\,\lVert g\rVert / (a \sqrt{S})`, S being the denominator: below u where the probabilities of the other classes
+vary by as much as they differ from :math:`\epsilon/K`, and never mind how well the labels fit. Where they hardly vary
+the line has no slope. So the form's own :math:`\epsilon` counts as one more measurement, of which a tenth
+(``MAX_SHIFT``) is the standard error: it adds :math:`\sigma^2/\tau^2` to n, with :math:`\sigma = u\,\lVert r\rVert /
+\sqrt{3n}` the noise of an entry, and :math:`\tau` a tenth of :math:`\epsilon/K`. The batch's smoothing then follows
+from the labels' entries, and r is moved to it by at most that tenth.
+
+A mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero. The last s
+stands in where a batch tells none: where it does not fit, and without smoothing where only rounding is left of r.
+
+**Form.** The loss has this form where :math:`\lVert g - a r\rVert` is rounding. If the model ends in ``log_softmax``,
+``NLLLoss`` gives :math:`g = -a\,e_y`. Log-probabilities have no softmax: with p = 0 the same formulas read them.
 
 Rows with different factors (class and sample weights, focal and symmetric losses) or with several classes (mixup) have
 another form. No gradient tells these losses apart, nor what they were multiplied by.
@@ -22,22 +41,27 @@ another form. No gradient tells these losses apart, nor what they were multiplie
 
 - Every entry of g is rounded once, by at most u of itself, so :math:`\lVert g - a r\rVert \le u\,\lVert g\rVert`, in
   practice about u/2: the tolerance is u, or 0.001 where that is more.
+- A sum of K numbers that are not negative, one after the other in float32, is off by at most :math:`K\,2^{-24}` of
+  itself, and by nearly as much if they are equal, since each addition rounds alike. A softmax divides by such a sum,
+  and with smoothing the backward pass multiplies p by one of K equal gradients :math:`\epsilon/K`: then
+  :math:`g = a\,(p(1+\delta) - q)` with :math:`\lvert\delta\rvert \le K\,2^{-24}`, and as p is at most 1 a row of r is
+  off by as much. To that come :math:`10^{-6}` for the exponentials. On a CPU torch adds so along a dimension that is
+  not the last, and in lanes along the last one. So a form includes the layout in which the softmax is taken: with the
+  right one p has the errors that it has in the loss.
 - In float16 an entry below :math:`2^{-14}` is rounded by up to :math:`2^{-25}`. With smoothing that moves all entries
   of a row, and the label's by K times as much. A gradient scaler keeps the entries above.
 - torch computes p from z in float32 if the loss runs under autocast or takes ``z.float()``. On logits in half precision
   it rounds :math:`\log p` to their dtype, and then :math:`p = \exp(\mathrm{round}(\log p))` is off by up to
   :math:`u\,\lvert\log p\rvert` of itself: 3 % where p is 0.001, which is most of r once the model fits. So a form
-  includes the arithmetic of the softmax; with the right one p is exact.
+  includes the arithmetic of the softmax too; with the right one p is exact. Its rows do not sum to 1, but to
+  :math:`1 \pm u`, and an error of the slope, about u, multiplies that in the label's entry: up to :math:`4u^2`.
 - With smoothing in half precision each log-probability gets the gradient
-  :math:`\mathrm{round}(\mathrm{round}(\epsilon/K)/n)`, and the label's three roundings more. That is another smoothing,
-  by up to :math:`3u` of :math:`\epsilon`, and moves r by up to :math:`\rho = 3u\,\epsilon` in each row. If the a of the
-  last batch explains g so far, :math:`\lvert\,\lVert g\rVert/a - \lVert r\rVert\,\rvert \le \rho\sqrt N`, it is
-  taken again: once the model fits, rounding is most of r, and its length says nothing about a.
+  :math:`\mathrm{round}(\mathrm{round}(\epsilon/K)/n)`, and the label's three roundings more. The sum of them multiplies
+  p, so that g has the form again, with another smoothing: by up to :math:`3u` of :math:`\epsilon`, much less than the
+  tenth by which a batch's may differ.
 
-Log-probabilities have no softmax: with p = 0 the same formulas read them.
-
-All functions are pure, take rows (N, K) of logits and gradient, and compute in float32 or wider. None but
-:func:`choices` and :func:`tells_form` reads a value.
+All functions are pure, take rows (N, K) of logits and gradient, and compute in float32 or wider. None but those of the
+first look reads a value.
 """
 
 from __future__ import annotations
@@ -64,9 +88,9 @@ CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
-MAX_SHIFT = 0.1  # of a smoothing, by which that of a batch may differ
+MAX_SHIFT = 0.1  # of the form's smoothing, by which that of a batch may differ
 LEAST_EVIDENCE = 4  # numbers that a form with a smoothing has to explain
-RIDGE = 1e-6  # of the smoothing of a batch
+RIDGE = 1e-6  # of the number of entries, which decides where float32 leaves no digits of the spread
 
 PART = 2**18  # numbers of which a CPU's norm in float32 is wrong by at most 0.03 %; of 8M by 0.8 %
 
@@ -90,7 +114,7 @@ class Reading(NamedTuple):
 
     Attributes:
         labels: the label of each row (N,), K for none.
-        scale: s, a scalar; the last one if rounding is all that is left of r, or if the gradient does not fit.
+        scale: s, a scalar; the last one if the gradient does not fit, or without smoothing if only rounding is left.
         fits: whether the gradient has the form; if not, no row has a label.
         num_live: how many rows have a gradient.
         rest: the length of what the form leaves unexplained.
@@ -133,10 +157,7 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     rounding = rounding_of(form, z)
     g = wide(g)
     p = _probabilities(form, z)
-    if smoothing:
-        y = _smoothed_labels(p, g, live, smoothing)
-    else:
-        y = torch.add(g, p, alpha=-TINY).argmin(1)  # of entries that are all zero, as of a certain label, the likeliest
+    y = _smoothed_labels(p, g, live, smoothing) if smoothing else _hard_labels(p, g)
     r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add")  # p - q
     if smoothing:
         r.sub_(smoothing / num_classes)
@@ -235,6 +256,10 @@ def _slope(form: Form, roundoff: float, g: Tensor, r: Tensor, y: Tensor, live: T
     return a
 
 
+def _hard_labels(p: Tensor, g: Tensor) -> Tensor:
+    return torch.add(g, p, alpha=-TINY).argmin(1)  # of entries that are all zero, as of a certain label, the likeliest
+
+
 def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
     if p.shape[1] == 2:  # each row has the factor at one of the two, unless the model is too sure of the wrong class
         guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
@@ -292,8 +317,7 @@ def best(readings: dict[Form, Reading]) -> Form | None:
 
 
 def _complexity(form: Form) -> float:
-    of_layout = 2.0 if form.in_float32 and not form.classes_last else 1.0
-    return of_layout * 1.5 if form.smoothing else of_layout
+    return (1.5 if form.smoothing else 1.0) * (2.0 if form.in_float32 > form.classes_last else 1.0)
 
 
 def is_beyond_doubt(reading: Reading, z: Tensor, g: Tensor) -> bool:

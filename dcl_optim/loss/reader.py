@@ -143,7 +143,8 @@ class LossReader:
         sums = {dim: _total_of_sums(gradient, dim) / total for dim in dims}
         order = sorted(dims, key=sums.__getitem__)  # along the classes the gradient of a softmax sums to 0
         for dim in order:
-            reading = self._choose_along(dim, forward, gradient, dim == order[0] or sums[dim] <= SUMS_TO_ZERO)
+            may_be_softmax = dim == order[0] or sums[dim] <= SUMS_TO_ZERO
+            reading = self._choose_along(dim, forward, gradient, may_be_softmax, dim == order[0])
             if reading is not None:
                 self.class_dim = dim if gradient.ndim > 2 else None
                 return reading
@@ -151,19 +152,23 @@ class LossReader:
         self.num_skipped += is_counted
         return None
 
-    def _choose_along(self, dim: int, forward: Forward, gradient: Tensor, is_softmax: bool) -> Reading | None:
+    def _choose_along(
+        self, dim: int, forward: Forward, gradient: Tensor, may_be_softmax: bool, is_likeliest: bool
+    ) -> Reading | None:
         """Choose a form of the rows along a dimension, and read by it; None if there is none."""
         z, g = _sample(*(to_rows(tensor, dim) for tensor in (forward.logits, gradient)))
         tells = tells_form(z, g)
-        forms = [Form(LOG)] if tells else []
-        if is_softmax:
-            if tells or self.form is None:
-                forms += choices(z, g)
-            else:  # the arithmetic of the known one may show once the model fits
-                forms = [one._replace(smoothing=self.form.smoothing) for one in plain_forms(z)]
+        if tells:
+            forms = [Form(LOG), *(choices(z, g) if may_be_softmax else [])]
+        elif not is_likeliest:
+            return None
+        elif self.form is None:
+            forms = choices(z, g)
+        else:  # the arithmetic of the known form may show once the model fits
+            forms = [plain._replace(smoothing=self.form.smoothing) for plain in plain_forms(z)]
         readings = {form: self._read_by(form, forward, gradient, dim, None) for form in forms}
         form = best(readings)
-        if self.form is None and not tells and is_softmax:
+        if self.form is None and not tells:
             is_plain = form is not None and is_beyond_doubt(readings[form], z, g)
             self._num_certain = self._num_certain + 1 if is_plain else 0
             self.is_certain = self._num_certain >= PATIENCE

@@ -403,7 +403,8 @@ def test_a_batch_that_tells_no_scale_keeps_the_last_one(variant):
     nn.init.eye_(model.weight)
     optimizer = wrap(variant, model, sgd(model, lr=0.0))
     found = []
-    for x, y in ((torch.eye(3).repeat(4, 1), torch.arange(12) % 3), (torch.tensor([[15.5, 0, 0]]), torch.tensor([0]))):
+    first = (2.0 * torch.eye(3).repeat(4, 1), torch.arange(12) % 3)
+    for x, y in (first, (torch.tensor([[15.5, 0, 0]]), torch.tensor([0]))):
         train(model, optimizer, [(x, y)], lambda z, y: 8 * F.cross_entropy(z.double(), y))
         found.append(optimizer.logs()["loss_scale"])
     assert found == [pytest.approx(8.0, rel=1e-5), found[0]]
