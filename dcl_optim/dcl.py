@@ -15,7 +15,7 @@ from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.penalty.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.penalty.pull import nothing
 from dcl_optim.penalty.weights import Schedule
-from dcl_optim.pytorch.arguments import check_integer, check_positive
+from dcl_optim.pytorch.arguments import check_positive
 from dcl_optim.pytorch.internals import outside_compiled_graphs
 
 
@@ -55,9 +55,8 @@ class DCLOptimizer(ForecastOptimizer):
             or a callable that builds one from the companion's weights, whose options you schedule.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1, and 1 with
             ``companion_optimizer``.
-        companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
         companion_fraction: the share of the rows of each batch that the companion learns from, in (0, 1]; the rows are
-            drawn anew for each batch. Default 1. It saves no time, which ``companion_every`` does.
+            drawn anew for each batch. Default 1.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.99. The paper's value is 0.6. With mse,
             1 - alpha scales the companion's gradient, which Adam and similar optimizers divide out:
             ``companion_lr_scale`` scales its steps there.
@@ -111,7 +110,6 @@ class DCLOptimizer(ForecastOptimizer):
         companion: nn.Module | None = None,
         companion_optimizer: MakeOptimizer | None = None,
         companion_lr_scale: float = 1.0,
-        companion_every: int = 1,
         companion_fraction: float = 1.0,
         alpha: float | Schedule = 0.99,
         distance: DistanceName | Distance = "mse",
@@ -130,7 +128,6 @@ class DCLOptimizer(ForecastOptimizer):
             companion=companion,
             make_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,
-            every=check_integer("companion_every", companion_every, minimum=1),
             fraction=companion_fraction,
             process_group=process_group,
         )

@@ -61,7 +61,6 @@ class Prediction:
     """The companion's logits for one forward pass, in the shape of the model's."""
 
     logits: Tensor  # with a graph until the companion has learned from them
-    learns: bool
     network: Network
     rows: Any = None  # the logits as rows, detached and on the model's device, once they are asked for
 
@@ -115,7 +114,7 @@ class Companion(Forecaster):
         """Begin with nothing to learn."""
         self._replay.forget()
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
-        self._has_predicted = False  # in a step in which it learns
+        self._has_predicted = False  # in this step
         self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
         self._half_factor: Tensor | None = None  # of all gradients in float16
         self._generator: torch.Generator | None = None  # of the rows that are drawn in this step
@@ -158,13 +157,11 @@ class Companion(Forecaster):
         network = self._network
         assert network is not None
         args, kwargs = self._replay.arguments(args, kwargs)
-        learns = forward.step_number % self._options.every == 0
         try:
-            with torch.set_grad_enabled(learns or not network.has_predicted):
-                if network.has_predicted:
-                    logits = find_logits(self._replay.call(network.module, args, kwargs), self._logits)
-                else:
-                    logits = self._call_first(network, forward.logits, args, kwargs)
+            if network.has_predicted:
+                logits = find_logits(self._replay.call(network.module, args, kwargs), self._logits)
+            else:
+                logits = self._call_first(network, forward.logits, args, kwargs)
         except Exception as error:
             add_note(error, IN_COMPANION.format("forward"))
             raise
@@ -174,8 +171,8 @@ class Companion(Forecaster):
                 f"{tuple(forward.shape)}. Pass a companion with the outputs of the model, or after a change "
                 "of the model's head build the base optimizer and wrap it again"
             )
-        forward.prediction = Prediction(logits, learns, network)
-        self._has_predicted = self._has_predicted or learns
+        forward.prediction = Prediction(logits, network)
+        self._has_predicted = True
 
     def _call_first(self, network: Network, z: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The first prediction: check that the companion shares nothing that it trains, and a copy equals the model."""
@@ -203,7 +200,7 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not prediction.learns or not len(forward.rows) or prediction.network is not self._network:
+        if not len(forward.rows) or prediction.network is not self._network:
             return
         logits = prediction.logits
         prediction.logits = logits.detach()

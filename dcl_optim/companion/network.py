@@ -38,7 +38,6 @@ class CompanionOptions:
     companion: nn.Module | None = None
     make_optimizer: MakeOptimizer | None = None
     lr_scale: float = 1.0
-    every: int = 1
     fraction: float = 1.0
     process_group: Any = "auto"
 

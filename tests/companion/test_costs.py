@@ -1,4 +1,4 @@
-"""The companion that learns at each k-th step, which costs less, or from a share of the rows (Table 10)."""
+"""The companion that learns from a share of the rows (Table 10)."""
 
 from __future__ import annotations
 
@@ -11,49 +11,6 @@ import torch.nn.functional as F
 from dcl_optim import distances
 from tests import reference
 from tests.helpers import MODELS, assert_same, backward, batch_norm_net, batches, mlp, sgd, train, wrap
-
-# ---- every k-th step -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "every"), [("batch_norm", 3), ("dropout", 2)])
-def test_every_kth_step_is_the_reference_that_learns_at_every_kth_step(name, every):
-    model, hand = MODELS[name](), MODELS[name]()
-    companion = copy.deepcopy(hand)
-    optimizer = wrap(model, companion_every=every)
-    base, second = sgd(hand), sgd(companion)
-    torch.manual_seed(3)
-    train(model, optimizer, batches(20))
-    torch.manual_seed(3)
-    for step, (x, y) in enumerate(batches(20), start=1):
-        learns = step % every == 0
-        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse, learns=learns)
-    assert_same(model, hand, rtol=1e-10, atol=1e-12)
-    assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
-
-
-def test_a_step_in_which_the_companion_does_not_learn_keeps_no_graph_of_it():
-    model = batch_norm_net()
-    optimizer = wrap(model, companion_every=2)
-    grad_modes = []
-    optimizer.companion.register_forward_hook(lambda *_: grad_modes.append(torch.is_grad_enabled()))
-    train(model, optimizer, batches(4))
-    assert grad_modes == [True, True, False, True], "the first prediction shows whose parameters it is made of"
-
-
-def test_a_skipped_step_does_not_count():
-    model = mlp()
-    optimizer = wrap(model, companion_every=2)
-    for _ in range(3):
-        (batch,) = batches(1)
-        backward(model, *batch)  # and no step, as when a gradient scaler finds an infinity
-        optimizer.zero_grad()
-    before = copy.deepcopy(optimizer.companion)
-    train(model, optimizer, batches(1))
-    assert_same(optimizer.companion, before)
-    train(model, optimizer, batches(1))
-    with pytest.raises(AssertionError):
-        assert_same(optimizer.companion, before)
-
 
 # ---- a share of the rows ---------------------------------------------------------------------------------------------
 
@@ -114,7 +71,7 @@ def test_resuming_keeps_the_count_of_steps_and_the_draws():
 
     def built(seed):
         model = MODELS["dropout"](seed)
-        return model, wrap(model, companion_every=3, companion_fraction=0.3)
+        return model, wrap(model, companion_fraction=0.3)
 
     model, optimizer = built(0)
     train(model, optimizer, data[:4])

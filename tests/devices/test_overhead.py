@@ -124,7 +124,7 @@ SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {
     "DCL, term": (lambda layers: dcl(Deep(layers)), by_term),
     "DCL, two groups": (in_groups, plain),
     "DCL, given companion": (lambda layers: dcl(Deep(layers), companion=Deep(layers)), plain),
-    "DCL, every second step": (lambda layers: dcl(Deep(layers), companion_every=2), plain),
+    "DCL, half the rows": (lambda layers: dcl(Deep(layers), companion_fraction=0.5), plain),
     "DCL, frozen layers shared": (head_only, plain),
     "DCL, accumulation, frozen layers": (lambda layers: dcl(frozen(layers)), accumulated),
     "DCL, float16": (lambda layers: dcl(Deep(layers).half()), plain),
