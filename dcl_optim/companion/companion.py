@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion import copying
-from dcl_optim.companion.network import CompanionOptions, Network
+from dcl_optim.companion.network import CompanionOptions, Network, in_evaluation
 from dcl_optim.companion.optimizer import add_note, try_to_copy
-from dcl_optim.companion.replay import Replay
+from dcl_optim.companion.replay import Arguments, Replay
+from dcl_optim.companion.rows import Rows, cut
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
 from dcl_optim.penalty.layout import to_rows
@@ -58,11 +59,11 @@ NOT_MADE = {"made": False}  # the state from before the first forward pass of a 
 
 @dataclass
 class Prediction:
-    """The companion's logits for one forward pass, in the shape of the model's."""
+    """The companion's logits for one forward pass."""
 
     logits: Tensor  # with a graph until the companion has learned from them
     network: Network
-    rows: Any = None  # the logits as rows, detached and on the model's device, once they are asked for
+    drawn: Tensor | None  # the rows of the batch that it saw; None for all
 
 
 class Companion(Forecaster):
@@ -105,6 +106,7 @@ class Companion(Forecaster):
         self._group = DataParallelGroup(model, options.process_group)
         self._network: Network | None = None
         self._replay = Replay()
+        self._rows = Rows(options.fraction)
         self._said: set[str] = set()
         self._start()
         if options.companion is not None:
@@ -113,11 +115,11 @@ class Companion(Forecaster):
     def _start(self) -> None:
         """Begin with nothing to learn."""
         self._replay.forget()
+        self._rows.restart()
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._has_predicted = False  # in this step
         self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
         self._half_factor: Tensor | None = None  # of all gradients in float16
-        self._generator: torch.Generator | None = None  # of the rows that are drawn in this step
 
     def _make(self) -> Network:
         return Network(unwrapped(self._model), self._base, self._options, self._group)
@@ -156,45 +158,68 @@ class Companion(Forecaster):
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self._network
         assert network is not None
-        args, kwargs = self._replay.arguments(args, kwargs)
+        arguments = self._replay.arguments(args, kwargs)
+        drawn = self._draw(network, forward, arguments)
+        shape = forward.shape
+        if drawn is not None:
+            arguments = cut(arguments, shape[0], drawn)
+            shape = torch.Size([len(drawn), *shape[1:]])
+        call = self._call if network.has_predicted else self._call_first
         try:
-            if network.has_predicted:
-                logits = find_logits(self._replay.call(network.module, args, kwargs), self._logits)
-            else:
-                logits = self._call_first(network, forward.logits, args, kwargs)
+            logits = call(network, arguments, forward)
         except Exception as error:
             add_note(error, IN_COMPANION.format("forward"))
             raise
-        if logits.shape != forward.shape:
+        if logits.shape != shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
-                f"{tuple(forward.shape)}. Pass a companion with the outputs of the model, or after a change "
+                f"{tuple(shape)}. Pass a companion with the outputs of the model, or after a change "
                 "of the model's head build the base optimizer and wrap it again"
             )
-        forward.prediction = Prediction(logits, network)
+        forward.prediction = Prediction(logits, network, drawn)
         self._has_predicted = True
 
-    def _call_first(self, network: Network, z: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _draw(self, network: Network, forward: Forward, arguments: Arguments) -> Tensor | None:
+        """The numbers of the rows that the companion gets; None for all, as at the first prediction of a new one."""
+        if self._options.fraction == 1:
+            return None
+
+        def evaluate(arguments: Arguments) -> Tensor:
+            with in_evaluation(network.module):
+                return self._call(network, arguments)
+
+        seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
+        drawn = self._rows.draw(forward.logits, arguments, evaluate, seed)
+        return None if network.is_new else drawn
+
+    def _call(self, network: Network, arguments: Arguments, forward: Any = None) -> Tensor:
+        return find_logits(self._replay.call(network.module, *arguments), self._logits)
+
+    def _call_first(self, network: Network, arguments: Arguments, forward: Forward) -> Tensor:
         """The first prediction: check that the companion shares nothing that it trains, and a copy equals the model."""
         model = unwrapped(self._model)
-        given = leaves_of(tensors_of((args, kwargs)))  # before the forward edits them
+        given = leaves_of(tensors_of(arguments))  # before the forward edits them
         before = copying.written(model)
-        logits = find_logits(self._replay.call(network.module, args, kwargs), self._logits)
+        logits = self._call(network, arguments)
         if copying.written(model) != before:
             raise RuntimeError(WRITES_TO_THE_MODEL)
         own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters(), *given]
         others = set(parameters_of(self._base)).difference(model.parameters())
         copying.require_own_leaves(logits, model, own, with_tensors=bool(others))
-        if self._options.companion is None and not network.is_loaded and logits.shape == z.shape:
-            copying.require_equal(z, logits.detach())
+        if self._options.companion is None and network.is_new and logits.shape == forward.shape:
+            copying.require_equal(forward.logits, logits.detach())
         network.has_predicted = True
+        network.is_new = False
         return logits
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         prediction: Prediction = forward.prediction
-        rows = to_rows(prediction.logits.detach(), forward.class_dim)
-        prediction.rows = rows.to(forward.rows.device)
-        return pull_of(self.distance, forward.rows, prediction.rows)
+        drawn = prediction.drawn
+        z = forward.rows
+        if drawn is not None:
+            z = to_rows(forward.logits.index_select(0, drawn), forward.class_dim)
+        c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
+        return pull_of(self.distance, z, c)._replace(lesson=(z, c), drawn=drawn)
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
 
@@ -204,10 +229,8 @@ class Companion(Forecaster):
             return
         logits = prediction.logits
         prediction.logits = logits.detach()
-        towards = pull_towards_target(self.distance, forward.rows, prediction.rows, pull, alpha)
-        prediction.rows = None
-        if self._options.fraction < 1.0:
-            towards = self._of_drawn_rows(towards, forward.step_number)
+        z, c = pull.lesson
+        towards = pull_towards_target(self.distance, z, c, pull, alpha)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
@@ -233,17 +256,6 @@ class Companion(Forecaster):
             self._total_scale = self._total_scale * share
         self._half_factor = factor
         return factor
-
-    def _of_drawn_rows(self, pull: Pull, seed: int) -> Pull:
-        """The mean over a random share of the rows; the others get no gradient."""
-        slope = pull.slope
-        number = max(round(self._options.fraction * len(slope)), 1)
-        if self._generator is None:
-            self._generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randperm(len(slope), generator=self._generator, device="cpu")[:number]
-        weights = torch.zeros_like(slope[:, 0])
-        weights[drawn.to(slope.device, non_blocking=True)] = len(slope) / number
-        return pull._replace(weights=weights)
 
     def end_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""

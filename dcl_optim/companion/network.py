@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -55,14 +57,14 @@ class Network:
         module: the companion.
         optimizer: its optimizer.
         has_predicted: whether it has, and was found to share nothing that it trains.
-        is_loaded: whether it has weights of a state.
+        is_new: whether it has neither predicted nor weights of a state.
         loaded_since: whether weights were loaded into the model since the last forward pass.
         has_shards: whether some of its parameters are sharded.
     """
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
         self.has_predicted = False
-        self.is_loaded = False
+        self.is_new = True
         self.loaded_since = False
         self._base = base
         self._group = group
@@ -100,7 +102,7 @@ class Network:
         """
         places = list(map(_place, self._twins))
         if self._is_copy and places != self._places:
-            if self.has_predicted or self.is_loaded:
+            if not self.is_new:
                 raise RuntimeError(MOVED.format(set(self._places), set(places)))
             return True
         # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
@@ -173,8 +175,21 @@ class Network:
             self.optimizer.wide.write_network()
         self.optimizer.has_begun = state["begun"]
         self.has_predicted = False
-        self.is_loaded = True
+        self.is_new = False
         self.loaded_since = False
+
+
+@contextmanager
+def in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Put layers into evaluation mode for a while, without what their own ``eval`` may do."""
+    training = [layer for layer in module.modules() if layer.training]
+    try:
+        for layer in training:
+            layer.training = False
+        yield
+    finally:
+        for layer in training:
+            layer.training = True
 
 
 def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dict[Tensor, Tensor], list[nn.Parameter]]:

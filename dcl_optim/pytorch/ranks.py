@@ -105,6 +105,11 @@ class DataParallelGroup:
             self._group = next(filter(None, groups), None)
             self.size = 1 if self._group is None else self._group.size()
 
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the group, from 0."""
+        return dist.get_rank(self._group) if self.size > 1 else 0
+
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
         if self._given == "auto" and self._group is None and dist.is_available() and dist.is_initialized():
