@@ -313,21 +313,9 @@ class Companion(Forecaster):
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
-    def switch(self, mode: str) -> None:
-        if self._network is not None:
-            self._network.optimizer.switch(mode)
-
     def model_loaded(self) -> None:
         if self._network is not None and self._options.companion is None:
             self._network.loaded_since = self._network.has_predicted
-
-    def create_state(self) -> None:
-        optimizer = self._made().optimizer
-        optimizer.follow_options()
-        if not optimizer.optimizer.state:
-            optimizer.fill_gradients()
-            optimizer.optimizer.step()
-            optimizer.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         return dict(NOT_MADE) if self._network is None else self._network.state_dict()

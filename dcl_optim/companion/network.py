@@ -84,11 +84,8 @@ class Network:
             self.optimizer = CompanionOptimizer(base, self._twins, others, options.make_optimizer, options.lr_scale)
         self.has_shards = any(map(is_sharded, self.module.parameters()))
         self._modules = [(model, self.module)]
-        self._views: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, but require a gradient
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
-            both = zip(model.parameters(), self.module.parameters(), strict=True)
-            self._views = [(theirs, ours) for theirs, ours in both if ours is not theirs and theirs not in self._twins]
 
     def base_has_changed(self) -> bool:
         """Whether the base optimizer trains a parameter that it did not or in another group, or the model has moved.
@@ -131,8 +128,6 @@ class Network:
         for theirs, ours in self._modules:
             if ours.training != theirs.training:
                 ours.train(theirs.training)
-        for theirs_now, ours_now in self._views:
-            ours_now.data = theirs_now.data  # of which a script may have assigned another
 
     def _follow_forward(self) -> None:
         """Follow what a library has put in place of the model's forward since: Lightning for a call, Accelerate."""
@@ -147,7 +142,7 @@ class Network:
         self.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
         self.optimizer.wide.read_network()
         begun = {"begun": self.optimizer.has_begun}
-        return begun | {"model": self._own_tensors(), "optimizer": self.optimizer.state_dict()}
+        return begun | {"model": self._own_tensors(), "optimizer": self.optimizer.optimizer.state_dict()}
 
     def _own_tensors(self) -> dict[str, Any]:
         """The state of the module, with weights of float32 in the place of parameters in half precision."""
@@ -167,7 +162,7 @@ class Network:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, or nothing of it."""
         with all_or_nothing(self.optimizer.optimizer):
-            self.optimizer.load_state_dict(state["optimizer"])
+            self.optimizer.optimizer.load_state_dict(state["optimizer"])
             self.module.load_state_dict(state["model"], strict=False)
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if parameter in self.optimizer.wide.weights:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
-from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
 from dcl_optim.pytorch.internals import count_as_step
 from dcl_optim.pytorch.parameters import gradients_of, inner_of, optimizers_in, parameters_of
@@ -28,13 +27,6 @@ MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
-# Of dadaptation, pytorch_optimizer and lomo_optim. The first two divide by their first gradient, and that of a copy of
-# the model is close to zero; the others step in the model's backward pass, by hooks on its parameters.
-UNFIT = ("dadaptadan", "dadaptsgd", "adalomo", "lomo")
-STATE_FROM_THE_START = (
-    "{} cannot train the companion: its state is made in its constructor, and a copy begins without one{}.\n"
-    "  Fix: if it holds another optimizer, wrap that one, as in Lookahead(DCLOptimizer(inner, model)); else {}"
-)
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
     "  Fix: unfreeze one, or ask for optimizer.companion before a forward pass with other parameters (functional_call)"
@@ -82,9 +74,8 @@ class CompanionOptimizer:
             raise TypeError(f"companion_optimizer must build an optimizer, but returned {self.optimizer!r}")
         self.wide.keep(set(parameters_of(self.optimizer)))  # a callable may have taken the network's own
         self.has_begun = False
-        self._may_draw = not _is_of_torch(self.optimizer)
-        if make is not None:
-            self.switch("train")
+        if make is not None and hasattr(self.optimizer, "train"):  # Schedule-Free has two modes
+            self.optimizer.train()
         self.follow_options()
 
     def follow_options(self) -> None:
@@ -100,7 +91,7 @@ class CompanionOptimizer:
                     ours[key] = value.clone() if isinstance(value, Tensor) else value
 
     def step(self) -> None:
-        """Step with the base's options, and random draws that the script's generators do not notice.
+        """Step with the base's options.
 
         Nothing is done before the first gradient that is not 0. To ask synchronizes, mostly in two steps.
         """
@@ -110,22 +101,11 @@ class CompanionOptimizer:
             return
         self.follow_options()
         try:
-            if self._may_draw:
-                with forked_rng(next(parameters_of(self.optimizer)).device):
-                    self.optimizer.step()
-            else:
-                self.optimizer.step()
+            self.optimizer.step()
         except Exception as error:
             add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
             raise
         if self.wide.weights:
-            self.wide.write_network()
-
-    def switch(self, mode: str) -> None:
-        """Call the optimizer's method of this name, ``"train"`` or ``"eval"``, if it has one."""
-        if hasattr(self.optimizer, mode):
-            self.wide.read_network()
-            getattr(self.optimizer, mode)()
             self.wide.write_network()
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -146,24 +126,9 @@ class CompanionOptimizer:
         self.optimizer.zero_grad()
         self.wide.clear_gradients()
 
-    # ---- state -------------------------------------------------------------------------------------------------------
-
     def __getstate__(self) -> dict[str, Any]:
         self.wide.read_network()  # before the optimizer's parameters are copied
         return self.__dict__
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, its parameters by number as text: torch.distributed.checkpoint makes all keys so."""
-        return _with_keys(str, self.optimizer.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`."""
-        self.optimizer.load_state_dict(_with_keys(lambda key: int(key) if str(key).isdigit() else key, state))
-
-
-def _is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether a class of torch.optim, and none that a script derives from it."""
-    return type(optimizer).__module__.startswith("torch.optim")
 
 
 def _are_zero(gradients: Iterable[Tensor]) -> bool:
@@ -173,42 +138,12 @@ def _are_zero(gradients: Iterable[Tensor]) -> bool:
     return can_read and sum_of_norms(dense, math.inf) == 0
 
 
-def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
-    if "state" not in state:
-        return state
-    return state | {"state": {convert(key): value for key, value in state["state"].items()}}
-
-
 def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:
     """Raise, before there is a companion, if no optimizer can be made for it."""
     if make is None:
-        inner = inner_of(base)
-        if inner.state and not _is_of_torch(inner):  # torch's have a state of steps alone
-            _require_state_of_steps(base, inner)
-        else:
-            copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
+        copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
     elif not callable(make) or isinstance(make, Optimizer):
         raise TypeError(f"companion_optimizer must be a callable that builds one from parameters, got {make!r}")
-
-
-def _require_state_of_steps(base: Optimizer, inner: Optimizer) -> None:
-    """Raise ValueError if the state was made in the constructor: a copy, which begins without it, cannot step.
-
-    A base that has stepped also has a state. So a copy takes a step, on copies of the parameters without a gradient.
-    """
-    twins: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().clone()) for p in parameters_of(base)}
-    copied = copy_optimizer(base, [[twins[p] for p in group["params"]] for group in base.param_groups], twins)
-    for twin in twins.values():
-        twin.grad = torch.zeros_like(twin)
-    try:
-        with forked_rng(next(iter(twins)).device):
-            copied.step()
-    except Exception as error:
-        raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, f" ({error!r})", PASS_ANOTHER)) from error
-    for theirs, ours in twins.items():
-        before = inner.state.get(theirs, {})
-        if before and before.keys().isdisjoint(copied.state.get(ours, {})):
-            raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, "", PASS_ANOTHER))
 
 
 def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor]) -> Optimizer:
@@ -258,11 +193,8 @@ def _refuse(kind: type[Optimizer]) -> None:
     """Raise ValueError for a class of optimizers that cannot train a companion."""
     closure = inspect.signature(kind.step).parameters.get("closure")
     needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    if needs_closure or kind.__name__.lower() in UNFIT:
-        raise ValueError(
-            f"{kind.__name__} cannot train the companion: it steps with a closure only, divides by the size of its "
-            f"first gradient, or steps in the backward pass; {PASS_ANOTHER}"
-        )
+    if needs_closure:
+        raise ValueError(f"{kind.__name__} cannot train the companion: it steps with a closure only; {PASS_ANOTHER}")
 
 
 def add_note(error: Exception, note: str) -> None:
