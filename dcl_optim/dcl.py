@@ -189,7 +189,7 @@ class DCLOptimizer(ForecastOptimizer):
         It is not compiled with the model: call ``optimizer.companion.compile()``. Write to it by ``load_state_dict`` or
         in ``torch.no_grad()``: in half precision, writes to ``.data`` in place are lost at the next step.
         """
-        return self.forecaster.module
+        return self.forecaster.network.module
 
     def reset_companion(self) -> None:
         """Copy the model again at its next training forward pass, as after loading weights in the middle of a run.
@@ -201,4 +201,4 @@ class DCLOptimizer(ForecastOptimizer):
     @property
     def companion_optimizer(self) -> Optimizer:
         """The companion's optimizer. For parameters in half precision it steps others, of float32."""
-        return self.forecaster.optimizer
+        return self.forecaster.network.optimizer

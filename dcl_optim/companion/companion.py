@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dcl_optim.companion import copying
 from dcl_optim.companion.network import CompanionOptions, Network, in_evaluation
-from dcl_optim.companion.optimizer import add_note, try_to_copy
+from dcl_optim.companion.optimizer import add_note, check_optimizer
 from dcl_optim.companion.replay import Arguments, Replay
 from dcl_optim.companion.rows import Rows, cut
 from dcl_optim.forecaster import Forecaster, Labels
@@ -24,7 +24,7 @@ from dcl_optim.progress import Forward
 from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import tensors_of, warn_once
 from dcl_optim.pytorch.outputs import find_logits, leaves_of
-from dcl_optim.pytorch.parameters import gradients_of, parameters_of
+from dcl_optim.pytorch.parameters import parameters_of
 from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts, refuse_flat_shards, sum_of_norms, unwrapped
 
 TINY = 1e-30  # what can be divided by
@@ -84,8 +84,8 @@ class Companion(Forecaster):
         >>> from dcl_optim.penalty.distances import mse
         >>> model = nn.Linear(4, 3)
         >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
-        >>> torch.equal(companion.module.weight, model.weight), companion.module.weight is model.weight
-        (True, False)
+        >>> torch.equal(companion.network.module.weight, model.weight)
+        True
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Companion(Forecaster):
         self._logits = logits
         self._options = options
         refuse_flat_shards(model)
-        try_to_copy(base, options.make_optimizer)
+        check_optimizer(base, options.make_optimizer)
         self._group = DataParallelGroup(model, options.process_group)
         self._network: Network | None = None
         self._replay = Replay()
@@ -110,7 +110,7 @@ class Companion(Forecaster):
         self._said: set[str] = set()
         self._start()
         if options.companion is not None:
-            self._made()
+            self._network = self._make()
 
     def _start(self) -> None:
         """Begin with nothing to learn."""
@@ -124,32 +124,23 @@ class Companion(Forecaster):
     def _make(self) -> Network:
         return Network(unwrapped(self._model), self._base, self._options, self._group)
 
-    def _made(self) -> Network:
-        if self._network is None:
-            self._network = self._make()
+    @property
+    def network(self) -> Network:
+        """The module with its optimizer; made now if not before."""
+        self._network = self._network or self._make()
         return self._network
-
-    @property
-    def module(self) -> nn.Module:
-        """The companion as a module."""
-        return self._made().module
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The companion's optimizer."""
-        return self._made().optimizer.optimizer
 
     # ---- the prediction: c = f(ω, x) ---------------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
-        network = self._network or self._made()
-        if network.base_has_changed():
+        network = self.network
+        if network.has_changed():
             network.has_predicted = False  # one that was given may share what trains now
             if self._options.companion is None:
                 self.reset()
                 warn_once(self._said, COPIED_AGAIN)
-                network = self._made()
+                network = self.network
         if network.loaded_since:
             warn_once(self._said, WEIGHTS_LOADED)
         network.follow()
@@ -203,7 +194,7 @@ class Companion(Forecaster):
         logits = self._call(network, arguments)
         if copying.written(model) != before:
             raise RuntimeError(WRITES_TO_THE_MODEL)
-        own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters(), *given]
+        own = [*parameters_of(network.optimizer), *network.module.parameters(), *given]
         others = set(parameters_of(self._base)).difference(model.parameters())
         copying.require_own_leaves(logits, model, own, with_tensors=bool(others))
         if self._options.companion is None and network.is_new and logits.shape == forward.shape:
@@ -251,7 +242,7 @@ class Companion(Forecaster):
         if before is not None and self._total_scale is not None:
             factor = torch.minimum(factor, before)
             share = factor / before
-            for brought in (*self._made().optimizer.gradients(), *(waiting for _, waiting in self._pending)):
+            for brought in (*self.network.gradients(), *(waiting for _, waiting in self._pending)):
                 brought.mul_(share)
             self._total_scale = self._total_scale * share
         self._half_factor = factor
@@ -276,31 +267,21 @@ class Companion(Forecaster):
             self.end_backward()
         network = self._network
         has_ranks = self._group.size > 1 and self._has_predicted
-        has_observed = self._total_scale is not None  # also of 0 on a device, of batches that were not read
-        if network is not None and (has_observed or has_ranks):
-            optimizer = network.optimizer
-            if optimizer.wide.weights:
-                optimizer.wide.widen_gradients()
-            if has_ranks:  # every rank must bring the same tensors to the reduction
-                optimizer.fill_gradients()
-            self._average(network)
-            optimizer.step()
-            optimizer.optimizer.zero_grad()
+        total = self._total_scale  # also 0 on a device, of batches that were not read
+        if network is not None and (total is not None or has_ranks):
+            gradients = network.gradients_to_step(fills=has_ranks)  # every rank must bring the same to the reduction
+            if gradients and total is not None:  # the mean over the forward passes, weighted by their loss scales
+                parts = local_parts(gradients) if network.has_shards else gradients
+                divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
+                torch._foreach_div_(parts, divisor)
+            self._group.average(gradients)
+            network.step()
         self._start()
-
-    def _average(self, network: Network) -> None:
-        """Make the mean over the forward passes of the step, weighted by their loss scales, and over the ranks."""
-        total = self._total_scale
-        gradients = list(gradients_of(network.optimizer.optimizer))
-        if gradients and total is not None:
-            parts = local_parts(gradients) if network.has_shards else gradients
-            divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
-            torch._foreach_div_(parts, divisor)
-        self._group.average(gradients)
 
     def check_values(self) -> None:
         self._group.warn_of_ranks()
-        if self._network is None or _is_finite(self.optimizer) or not _is_finite(self._base):  # the same on all ranks
+        network = self._network
+        if network is None or _is_finite(network.optimizer) or not _is_finite(self._base):  # the same on all ranks
             return
         if self._options.companion is None:
             self.reset()
@@ -309,7 +290,7 @@ class Companion(Forecaster):
     def forget(self) -> None:
         self._start()
         if self._network is not None:
-            self._network.optimizer.zero_grad()
+            self._network.clear_gradients()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
@@ -323,7 +304,7 @@ class Companion(Forecaster):
     def check_state(self, state: dict[str, Any]) -> None:
         if state != NOT_MADE or self._options.companion is not None:
             check_state(state, {"begun": bool, "model": dict, "optimizer": dict}, "companion")
-            (self._network or self._make()).check_tensors(state["model"])
+            check_state(state["model"], (self._network or self._make()).own_tensors(), "companion")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state == NOT_MADE:

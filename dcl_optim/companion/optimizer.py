@@ -1,8 +1,4 @@
-"""The companion's optimizer: a copy of the base without its state, whose groups follow the base's at every step.
-
-What a schedule changes in the base's groups reaches the companion's. What an optimizer counts in its own groups
-(Schedule-Free's averages, Prodigy's estimates) stays each one's own.
-"""
+"""The companion's optimizer: a copy of the base without its state."""
 
 from __future__ import annotations
 
@@ -14,18 +10,14 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
-from dcl_optim.companion.wide_weights import WideWeights
-from dcl_optim.pytorch.internals import count_as_step
-from dcl_optim.pytorch.parameters import gradients_of, inner_of, optimizers_in, parameters_of
+from dcl_optim.pytorch.parameters import inner_of, optimizers_in, parameters_of
 from dcl_optim.pytorch.ranks import sum_of_norms
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
-FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
@@ -33,117 +25,40 @@ NOTHING_TO_TRAIN = (
 )
 
 
-class CompanionOptimizer:
-    """Trains the companion as the base optimizer trains the model: class, options, groups, schedule.
-
-    An optimizer that was built by a callable is left alone.
-
-    Args:
-        base: the model's optimizer.
-        twins: for parameters of the base, the companion's in their place.
-        others: further parameters of the companion, which come after those of the first group.
-        make: the callable; None for an optimizer like the base.
-        lr_scale: the companion's learning rate divided by the base's.
-
-    Attributes:
-        optimizer: the optimizer.
-        wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
-        has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
-            optimizers divide later; until then no step is taken.
-    """
-
-    def __init__(
-        self,
-        base: Optimizer,
-        twins: dict[Tensor, Tensor],
-        others: list[nn.Parameter],
-        make: MakeOptimizer | None,
-        lr_scale: float,
-    ) -> None:
-        self._base = base
-        self._follows = make is None
-        self._lr_scale = lr_scale
-        self.wide = WideWeights((*twins.values(), *others))
-        stepped = {theirs: self.wide.behind(ours) for theirs, ours in twins.items()}
-        groups = [[stepped[p] for p in group["params"] if p in stepped] for group in base.param_groups]
-        groups[0] += map(self.wide.behind, others)
-        if not any(groups):
-            raise ValueError(NOTHING_TO_TRAIN)
-        self.optimizer = copy_optimizer(base, groups, stepped) if make is None else make(list(chain(*groups)))
-        if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(f"companion_optimizer must build an optimizer, but returned {self.optimizer!r}")
-        self.wide.keep(set(parameters_of(self.optimizer)))  # a callable may have taken the network's own
-        self.has_begun = False
-        if make is not None and hasattr(self.optimizer, "train"):  # Schedule-Free has two modes
-            self.optimizer.train()
-        self.follow_options()
-
-    def follow_options(self) -> None:
-        """Give the groups the base's learning rate, weight decay and momentum."""
-        if not self._follows:
-            return
-        for theirs, ours in zip(self._base.param_groups, self.optimizer.param_groups, strict=False):
-            for key in FOLLOWED:
-                if key in theirs:
-                    value = theirs[key]
-                    if key == "lr" and self._lr_scale != 1:
-                        value = value * self._lr_scale
-                    ours[key] = value.clone() if isinstance(value, Tensor) else value
-
-    def step(self) -> None:
-        """Step with the base's options.
-
-        Nothing is done before the first gradient that is not 0. To ask synchronizes, mostly in two steps.
-        """
-        self.has_begun = self.has_begun or not _are_zero(gradients_of(self.optimizer))
-        if not self.has_begun:
-            count_as_step(self.optimizer)
-            return
-        self.follow_options()
-        try:
-            self.optimizer.step()
-        except Exception as error:
-            add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
-            raise
-        if self.wide.weights:
-            self.wide.write_network()
-
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients that the network's backward passes have added up since the last step."""
-        return [*gradients_of(self.optimizer), *self.wide.narrow_gradients()]
-
-    def fill_gradients(self) -> None:
-        """Give a gradient of zero to each parameter that has none and trains."""
-        self.wide.follow_frozen()
-        for parameter in parameters_of(self.optimizer):
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def zero_grad(self) -> None:
-        """Clear the gradients, also those of a network in half precision."""
-        self.optimizer.zero_grad()
-        self.wide.clear_gradients()
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.wide.read_network()  # before the optimizer's parameters are copied
-        return self.__dict__
-
-
-def _are_zero(gradients: Iterable[Tensor]) -> bool:
+def are_zero(gradients: Iterable[Tensor]) -> bool:
     """Whether all are 0, on all ranks if they are shards; one whose values cannot be read is not."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     can_read = not any(gradient.is_meta for gradient in dense)
     return can_read and sum_of_norms(dense, math.inf) == 0
 
 
-def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:
+def check_optimizer(base: Optimizer, make: MakeOptimizer | None) -> None:
     """Raise, before there is a companion, if no optimizer can be made for it."""
     if make is None:
         copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
     elif not callable(make) or isinstance(make, Optimizer):
         raise TypeError(f"companion_optimizer must be a callable that builds one from parameters, got {make!r}")
+
+
+def make_optimizer(
+    base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor], make: MakeOptimizer | None
+) -> Optimizer:
+    """Give the optimizer that the user asked for: a copy of the base, or what a callable builds, which is left alone.
+
+    Args:
+        base, groups, twins: see :func:`copy_optimizer`.
+        make: the callable; None for a copy.
+    """
+    if not any(groups):
+        raise ValueError(NOTHING_TO_TRAIN)
+    if make is None:
+        return copy_optimizer(base, groups, twins)
+    made: Any = make(list(chain(*groups)))
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"companion_optimizer must build an optimizer, but returned {made!r}")
+    if hasattr(made, "train"):  # Schedule-Free has two modes
+        made.train()
+    return made
 
 
 def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor]) -> Optimizer:
