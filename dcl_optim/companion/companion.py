@@ -2,6 +2,7 @@ r"""The companion network: its prediction for a batch, and its step toward :math
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion import copying
-from dcl_optim.companion.network import CompanionOptions, Network, in_evaluation
-from dcl_optim.companion.optimizer import add_note, check_optimizer
+from dcl_optim.companion.network import CompanionOptions, Network
+from dcl_optim.companion.optimizer import check_optimizer, with_note
 from dcl_optim.companion.replay import Arguments, Replay
 from dcl_optim.companion.rows import Rows, cut
 from dcl_optim.forecaster import Forecaster, Labels
@@ -62,7 +63,6 @@ class Prediction:
     """The companion's logits for one forward pass."""
 
     logits: Tensor  # with a graph until the companion has learned from them
-    network: Network
     drawn: Tensor | None  # the rows of the batch that it saw; None for all
 
 
@@ -156,31 +156,24 @@ class Companion(Forecaster):
             arguments = cut(arguments, shape[0], drawn)
             shape = torch.Size([len(drawn), *shape[1:]])
         call = self._call if network.has_predicted else self._call_first
-        try:
+        with with_note(IN_COMPANION.format("forward")):
             logits = call(network, arguments, forward)
-        except Exception as error:
-            add_note(error, IN_COMPANION.format("forward"))
-            raise
         if logits.shape != shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
                 f"{tuple(shape)}. Pass a companion with the outputs of the model, or after a change "
                 "of the model's head build the base optimizer and wrap it again"
             )
-        forward.prediction = Prediction(logits, network, drawn)
+        forward.prediction = Prediction(logits, drawn)
         self._has_predicted = True
 
     def _draw(self, network: Network, forward: Forward, arguments: Arguments) -> Tensor | None:
         """The numbers of the rows that the companion gets; None for all, as at the first prediction of a new one."""
         if self._options.fraction == 1:
             return None
-
-        def evaluate(arguments: Arguments) -> Tensor:
-            with in_evaluation(network.module):
-                return self._call(network, arguments)
-
         seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
-        drawn = self._rows.draw(forward.logits, arguments, evaluate, seed)
+        call = functools.partial(self._call, network)
+        drawn = self._rows.draw(forward.logits, arguments, network.module, call, seed)
         return None if network.is_new else drawn
 
     def _call(self, network: Network, arguments: Arguments, forward: Any = None) -> Tensor:
@@ -216,7 +209,7 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not len(forward.rows) or prediction.network is not self._network:
+        if not len(forward.rows):
             return
         logits = prediction.logits
         prediction.logits = logits.detach()
@@ -254,13 +247,9 @@ class Companion(Forecaster):
             return
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
-        kind = logits[0].device.type
-        try:
-            with torch.autocast(kind, enabled=False):  # no backward pass is to run under autocast
+        with with_note(IN_COMPANION.format("backward")):
+            with torch.autocast(logits[0].device.type, enabled=False):  # no backward pass is to run under autocast
                 torch.autograd.backward(logits, gradients)
-        except Exception as error:
-            add_note(error, IN_COMPANION.format("backward"))
-            raise
 
     def learn(self, alpha: float) -> None:
         if self._pending:  # which only compiled autograd leaves

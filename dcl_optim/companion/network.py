@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion.copying import build
-from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, add_note, are_zero, make_optimizer
+from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, are_zero, make_optimizer, with_note
 from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
 from dcl_optim.pytorch.internals import count_as_step
@@ -176,11 +174,8 @@ class Network:
         self.has_begun = self.has_begun or not are_zero(gradients_of(self.optimizer))
         if self.has_begun:
             self._follow_options()
-            try:
+            with with_note(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
                 self.optimizer.step()
-            except Exception as error:
-                add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
-                raise
             self.wide.write_network()
         else:
             count_as_step(self.optimizer)
@@ -224,19 +219,6 @@ class Network:
         self.has_predicted = False
         self.is_new = False
         self.loaded_since = False
-
-
-@contextmanager
-def in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Put layers into evaluation mode for a while, without what their own ``eval`` may do."""
-    training = [layer for layer in module.modules() if layer.training]
-    try:
-        for layer in training:
-            layer.training = False
-        yield
-    finally:
-        for layer in training:
-            layer.training = True
 
 
 def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dict[Tensor, Tensor], list[Tensor]]:

@@ -6,14 +6,15 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
-from dcl_optim.pytorch.parameters import inner_of, optimizers_in, parameters_of
+from dcl_optim.pytorch.parameters import inner_of, parameters_of
 from dcl_optim.pytorch.ranks import sum_of_norms
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
@@ -62,9 +63,7 @@ def make_optimizer(
 
 
 def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor]) -> Optimizer:
-    """Copy an optimizer for other parameters, without its state and its hooks.
-
-    Optimizers that it holds are copied with it. What shares a group with the base shares the copied one.
+    """Copy an optimizer for other parameters, without its state and its hooks; optimizers that it holds are its own.
 
     Args:
         base: the optimizer; of one that wraps another, such as SAM, the inner one is copied.
@@ -73,46 +72,34 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     """
     inner = inner_of(base)
     kind = type(inner)
-    _refuse(kind)
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(f"{kind.__name__} cannot train the companion: it steps with a closure only; {PASS_ANOTHER}")
+    copied = kind.__new__(kind)
     memo: dict[int, Any] = {id(group["params"]): own for group, own in zip(base.param_groups, groups, strict=True)}
     memo |= {id(theirs): ours for theirs, ours in twins.items()}
-    everyone = optimizers_in(inner)
-    memo |= {id(one.state): defaultdict(dict) for one in everyone if hasattr(one, "state")}
-    memo |= {id(one): type(one).__new__(type(one)) for one in everyone}
-    copied: Optimizer = memo[id(inner)]
+    memo |= {id(inner): copied, id(inner.state): defaultdict(dict)}
+    attributes: dict[str, Any] = {name: value for name, value in vars(inner).items() if name != "step"}
+    attributes |= {name: OrderedDict() for name in attributes if name.endswith("_hooks")}
     try:
-        options = [{key: group[key] for key in group if key != "param_names"} for group in base.param_groups]
-        own_groups = copy.deepcopy(options, memo)
-        for one in (base, inner):
-            memo |= {id(theirs): ours for theirs, ours in zip(one.param_groups, own_groups, strict=True)}
-            memo[id(one.param_groups)] = own_groups
-        for one in everyone:
-            vars(memo[id(one)]).update(_copy_of_attributes(one, memo))
+        vars(copied).update(copy.deepcopy(attributes, memo))
     except Exception as error:
         raise ValueError(
             f"the {kind.__name__} could not be copied for the companion ({error!r}); {PASS_ANOTHER}"
         ) from error
+    for group in copied.param_groups:
+        group.pop("param_names", None)
     if kind is Adagrad:  # torch before 2.14 makes its state in the constructor alone
         return Adagrad(copied.param_groups, **copied.defaults)
     return copied
 
 
-def _copy_of_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
-    """Copy what an optimizer holds, with empty tables of hooks; torch's own copies keep groups and state alone."""
-    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
-    tables: dict[str, Any] = {name: OrderedDict() for name in attributes if name.endswith("_hooks")}
-    return copy.deepcopy(attributes | tables, memo)
-
-
-def _refuse(kind: type[Optimizer]) -> None:
-    """Raise ValueError for a class of optimizers that cannot train a companion."""
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    if needs_closure:
-        raise ValueError(f"{kind.__name__} cannot train the companion: it steps with a closure only; {PASS_ANOTHER}")
-
-
-def add_note(error: Exception, note: str) -> None:
-    """Add a note to an error, which Python knows from 3.11 on."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
+@contextmanager
+def with_note(note: str) -> Iterator[None]:
+    """Add a note to an error in a block, which Python knows from 3.11 on."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,27 +30,26 @@ class Replay:
     """
 
     def __init__(self) -> None:
-        self._kept: list[Any] = []  # of the forward passes that run: a model may call itself
+        self._given: Arguments = (), {}  # of the forward pass that runs
         self._device = CPU
-        self._rng_states: tuple[Tensor, ...] = ()
+        self._rng_states: list[Tensor] = []
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
-        states = [torch.get_rng_state()]
+        self._given = args, kwargs
+        self._arguments = map_tensors(_clone, (args, kwargs))
+        self._device = device
+        self._rng_states = [torch.get_rng_state()]
         if device != CPU and device.type != "meta":
-            states.append(torch.get_device_module(device).get_rng_state(device))
-        self._kept.append(((args, kwargs), map_tensors(_clone, (args, kwargs)), device, states))
+            self._rng_states.append(torch.get_device_module(device).get_rng_state(device))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
-        places = range(len(self._kept))
-        own = [place for place in places if self._kept[place][0][0] is args and self._kept[place][0][1] is kwargs]
-        place = own[-1] if own else places[-1]
-        _, arguments, self._device, self._rng_states = self._kept[place]
-        del self._kept[place:]  # with those of calls inside of it that have failed
-        if not own:
-            arguments = map_tensors(_clone, (args, kwargs))  # a later pre-hook has put others in their place
-        return cast("Arguments", arguments)
+        arguments: Arguments = self._arguments
+        if self._given[0] is not args or self._given[1] is not kwargs:  # a later pre-hook has put others in their place
+            arguments = map_tensors(_clone, (args, kwargs))
+        self.forget()
+        return arguments
 
     def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a network with the random draws of the forward pass whose arguments were asked for."""
@@ -67,8 +66,9 @@ class Replay:
             return network(*args, **kwargs)
 
     def forget(self) -> None:
-        """Forget the arguments of forward passes that were not replayed."""
-        self._kept = []
+        """Forget the arguments of a forward pass that was not replayed."""
+        self._given = (), {}
+        self._arguments = None
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dcl_optim.companion.replay import Arguments
 from dcl_optim.progress import are_close
@@ -24,6 +25,9 @@ NOT_CUT = (
     "mix rows in evaluation too.\n  Fix: call the model with the batch in dimension 0 of its tensors; or leave out "
     "companion_fraction"
 )
+
+
+Call = Callable[[Arguments], Tensor]
 
 
 class Rows:
@@ -45,9 +49,7 @@ class Rows:
         """Begin a step. Its draws depend on its seed alone, so that a resumed run draws as the uninterrupted one."""
         self._generator: torch.Generator | None = None
 
-    def draw(
-        self, logits: Tensor, arguments: Arguments, evaluate: Callable[[Arguments], Tensor], seed: int
-    ) -> Tensor | None:
+    def draw(self, logits: Tensor, arguments: Arguments, network: nn.Module, call: Call, seed: int) -> Tensor | None:
         """Draw the numbers of rows; None for all.
 
         Rows are drawn, and not taken in a fixed pattern, since loaders sort by class or length, or repeat patterns.
@@ -55,7 +57,8 @@ class Rows:
         Args:
             logits: of the whole batch.
             arguments: of the call that gave them.
-            evaluate: gives the network's logits in evaluation mode for arguments.
+            network: the network.
+            call: gives its logits for arguments.
             seed: of the first draw of a step; further ones go on from there.
         """
         length = len(logits)
@@ -70,7 +73,8 @@ class Rows:
         is_cut = [_has_rows(tensor, length) for tensor in tensors_of(arguments)]
         case = (len(args), *kwargs, *is_cut)
         if case not in self._can_cut:
-            self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, evaluate, length, rows)
+            with torch.no_grad(), _in_evaluation(network):
+                self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, call, length, rows)
         if self._can_cut[case]:
             return rows
         warn_once(self._said, NOT_CUT)
@@ -97,7 +101,7 @@ def _has_rows(tensor: Tensor, length: int) -> bool:
     return not tensor.is_nested and tensor.shape[:1] == (length,)
 
 
-def _is_same_by_rows(arguments: Arguments, evaluate: Callable[[Arguments], Tensor], length: int, rows: Tensor) -> bool:
+def _is_same_by_rows(arguments: Arguments, call: Call, length: int, rows: Tensor) -> bool:
     """Whether the logits of rows in a part of the batch are those in the whole batch.
 
     First the other rows are replaced by copies of these: a graph whose edges leave the part is then no error of an
@@ -105,15 +109,26 @@ def _is_same_by_rows(arguments: Arguments, evaluate: Callable[[Arguments], Tenso
     """
     repeated = rows.repeat(length // len(rows) + 1)[:length]
     try:
-        with torch.no_grad():
-            whole = evaluate(map_tensors(Tensor.clone, arguments))
-            expected = whole.index_select(0, rows)
-            for chosen in (repeated, rows):
-                found = evaluate(cut(map_tensors(Tensor.clone, arguments), length, chosen))
-                if found.shape != (len(chosen), *whole.shape[1:]):
-                    return False
-                if not (whole.is_meta or are_close(expected, found[: len(rows)], ROUNDING)):
-                    return False
+        whole = call(map_tensors(Tensor.clone, arguments))
+        expected = whole.index_select(0, rows)
+        for chosen in (repeated, rows):
+            found = call(cut(map_tensors(Tensor.clone, arguments), length, chosen))
+            has_shape = found.shape == (len(chosen), *whole.shape[1:])
+            if not has_shape or not (whole.is_meta or are_close(expected, found[: len(rows)], ROUNDING)):
+                return False
     except Exception:  # whatever a model raises for a batch that it was not made for
         return False
     return True
+
+
+@contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Put layers into evaluation mode for a while, without what their own ``eval`` may do."""
+    training = [layer for layer in module.modules() if layer.training]
+    try:
+        for layer in training:
+            layer.training = False
+        yield
+    finally:
+        for layer in training:
+            layer.training = True
