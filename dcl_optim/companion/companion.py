@@ -114,7 +114,6 @@ class Companion(Forecaster):
 
     def _start(self) -> None:
         """Begin with nothing to learn."""
-        self._replay.forget()
         self._rows.restart()
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._has_predicted = False  # in this step
@@ -247,9 +246,9 @@ class Companion(Forecaster):
             return
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
-        with with_note(IN_COMPANION.format("backward")):
-            with torch.autocast(logits[0].device.type, enabled=False):  # no backward pass is to run under autocast
-                torch.autograd.backward(logits, gradients)
+        no_autocast = torch.autocast(logits[0].device.type, enabled=False)  # under which no backward pass is to run
+        with with_note(IN_COMPANION.format("backward")), no_autocast:
+            torch.autograd.backward(logits, gradients)
 
     def learn(self, alpha: float) -> None:
         if self._pending:  # which only compiled autograd leaves

@@ -48,7 +48,7 @@ class Replay:
         arguments: Arguments = self._arguments
         if self._given[0] is not args or self._given[1] is not kwargs:  # a later pre-hook has put others in their place
             arguments = map_tensors(_clone, (args, kwargs))
-        self.forget()
+        self._arguments = None
         return arguments
 
     def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -64,11 +64,6 @@ class Replay:
             for state in of_device:
                 torch.get_device_module(self._device).set_rng_state(state, self._device)
             return network(*args, **kwargs)
-
-    def forget(self) -> None:
-        """Forget the arguments of a forward pass that was not replayed."""
-        self._given = (), {}
-        self._arguments = None
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
