@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from dcl_optim import DCLOptimizer, distances
-from dcl_optim.penalty.layout import to_rows
-from dcl_optim.penalty.pull import pull_of
+from dcl_optim.layout import to_rows
+from dcl_optim.pull import pull_of
 from tests import reference
 from tests.helpers import (
     CLASSES,
