@@ -133,21 +133,19 @@ class Companion(Forecaster):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
-        network = self.network
-        if network.has_changed():
-            network.has_predicted = False  # one that was given may share what trains now
+        if self.network.has_changed():
+            self.network.has_predicted = False  # one that was given may share what trains now
             if self._options.companion is None:
                 self.reset()
                 warn_once(self._said, COPIED_AGAIN)
-                network = self.network
+        network = self.network
         if network.loaded_since:
             warn_once(self._said, WEIGHTS_LOADED)
         network.follow()
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        network = self._network
-        assert network is not None
+        network = self.network
         arguments = self._replay.arguments(args, kwargs)
         drawn = self._draw(network, forward, arguments)
         shape = forward.shape
@@ -187,8 +185,7 @@ class Companion(Forecaster):
         if copying.written(model) != before:
             raise RuntimeError(WRITES_TO_THE_MODEL)
         own = [*parameters_of(network.optimizer), *network.module.parameters(), *given]
-        others = set(parameters_of(self._base)).difference(model.parameters())
-        copying.require_own_leaves(logits, model, own, with_tensors=bool(others))
+        copying.require_own_leaves(logits, model, self._base, own)
         if self._options.companion is None and network.is_new and logits.shape == forward.shape:
             copying.require_equal(forward.logits, logits.detach())
         network.has_predicted = True

@@ -76,8 +76,9 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"{kind.__name__} cannot train the companion: it steps with a closure only; {PASS_ANOTHER}")
     copied = kind.__new__(kind)
-    memo: dict[int, Any] = {id(group["params"]): own for group, own in zip(base.param_groups, groups, strict=True)}
-    memo |= {id(theirs): ours for theirs, ours in twins.items()}
+    memo: dict[int, Any] = {id(theirs): ours for theirs, ours in twins.items()}
+    for one in (base, inner):  # ZeroRedundancyOptimizer's trains a part of the parameters
+        memo |= {id(group["params"]): own for group, own in zip(one.param_groups, groups, strict=True)}
     memo |= {id(inner): copied, id(inner.state): defaultdict(dict)}
     attributes: dict[str, Any] = {name: value for name, value in vars(inner).items() if name != "step"}
     attributes |= {name: OrderedDict() for name in attributes if name.endswith("_hooks")}
