@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -167,14 +168,17 @@ class Network:
         return list(gradients_of(self.optimizer))
 
     def step(self) -> None:
-        """Step with the base's options, unless no gradient has been other than 0.
+        """Step with the base's options, unless no gradient was other than 0; its draws are not taken from the script's.
 
         To ask synchronizes, mostly in two steps.
         """
         self.has_begun = self.has_begun or not are_zero(gradients_of(self.optimizer))
         if self.has_begun:
             self._follow_options()
-            with with_note(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
+            draws: AbstractContextManager[Any] = nullcontext()
+            if not type(self.optimizer).__module__.startswith("torch.optim"):  # whose optimizers draw nothing
+                draws = forked_rng(next(parameters_of(self.optimizer)).device)
+            with draws, with_note(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
                 self.optimizer.step()
             self.wide.write_network()
         else:
