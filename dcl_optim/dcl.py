@@ -15,7 +15,7 @@ from dcl_optim.optimizer import ForecastOptimizer
 from dcl_optim.penalty.distances import Distance, DistanceName, resolve_distance
 from dcl_optim.penalty.pull import nothing
 from dcl_optim.penalty.weights import Schedule
-from dcl_optim.pytorch.arguments import check_integer, check_positive
+from dcl_optim.pytorch.arguments import check_positive
 from dcl_optim.pytorch.internals import outside_compiled_graphs
 
 
@@ -32,6 +32,16 @@ class DCLOptimizer(ForecastOptimizer):
     :math:`g_\omega` (Algorithm 1, Equations 2 and 4). The companion is a copy of the model, made at its first training
     forward pass or by :attr:`companion`. It gets the same input in the same mode with the same random draws, and leaves
     the RNG state unchanged. It is copied again when the base optimizer trains other parameters than before.
+
+    **With** ``companion_fraction=f`` the companion gets m = ⌈f n⌉ rows of a batch of n, at least 2, drawn anew for each
+    batch, micro-batch and rank, and takes that share of its time. :math:`\Delta` is then the mean over these m rows,
+    for the model and for the companion: over all draws it is the mean over the n rows, so :math:`\lambda`,
+    :math:`\alpha` and learning rates stay as they are. The other rows have no penalty. Batch norm in the companion
+    takes the statistics of its m rows, and its dropout masks are its own; those of the model are repeated with f = 1
+    only. Draws depend on the number of the step: the script's generators are not used. A row is an index of dimension
+    0 of the logits and of the tensors that the model is called with. The first batch tries whether the companion's
+    logits of a part are those of the whole batch, in evaluation mode. Where they are not, it gets all rows, with a
+    warning. A new companion gets all rows of its first batch.
 
     **What the loss is multiplied by** (a gradient scaler, accumulation) is read from the gradient of a softmax
     cross-entropy. For every other loss add the penalty to it: ``loss = criterion(z, y) + optimizer.penalty(z)``.
@@ -55,9 +65,8 @@ class DCLOptimizer(ForecastOptimizer):
             or a callable that builds one from the companion's weights, whose options you schedule.
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1, and 1 with
             ``companion_optimizer``.
-        companion_every: the companion learns once in this many steps, at least 1 (default), and predicts in every step.
-        companion_fraction: the share of the rows of each batch that the companion learns from, in (0, 1]; the rows are
-            drawn anew for each batch. Default 1. It saves no time, which ``companion_every`` does.
+        companion_fraction: the share of the rows (samples) of each batch that the companion gets, in (0, 1], see above.
+            Default 1.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.99. The paper's value is 0.6. With mse,
             1 - alpha scales the companion's gradient, which Adam and similar optimizers divide out:
             ``companion_lr_scale`` scales its steps there.
@@ -69,11 +78,11 @@ class DCLOptimizer(ForecastOptimizer):
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
         RuntimeError: the model cannot be copied, or its copy would train the model's own parameters (at the first
-            training forward pass); the model was moved or converted since (at the next one); the loss scale of the
-            first batches cannot be read (in backward).
+            training forward pass); the loss scale of the first batches cannot be read (in backward).
 
     Warns:
-        UserWarning: the copy's first prediction differs from the model's logits; a later batch cannot be read or is not
+        UserWarning: the copy's first prediction differs from the model's logits; the companion cannot get a part of the
+            rows; a later batch cannot be read or is not
             finite, and gets no penalty; the companion was copied again; weights were loaded; or the model returned
             several tensors that may be the logits.
 
@@ -111,7 +120,6 @@ class DCLOptimizer(ForecastOptimizer):
         companion: nn.Module | None = None,
         companion_optimizer: MakeOptimizer | None = None,
         companion_lr_scale: float = 1.0,
-        companion_every: int = 1,
         companion_fraction: float = 1.0,
         alpha: float | Schedule = 0.99,
         distance: DistanceName | Distance = "mse",
@@ -130,7 +138,6 @@ class DCLOptimizer(ForecastOptimizer):
             companion=companion,
             make_optimizer=companion_optimizer,
             lr_scale=companion_lr_scale,
-            every=check_integer("companion_every", companion_every, minimum=1),
             fraction=companion_fraction,
             process_group=process_group,
         )
@@ -192,7 +199,7 @@ class DCLOptimizer(ForecastOptimizer):
         It is not compiled with the model: call ``optimizer.companion.compile()``. Write to it by ``load_state_dict`` or
         in ``torch.no_grad()``: in half precision, writes to ``.data`` in place are lost at the next step.
         """
-        return self.forecaster.module
+        return self.forecaster.network.module
 
     def reset_companion(self) -> None:
         """Copy the model again at its next training forward pass, as after loading weights in the middle of a run.
@@ -204,4 +211,4 @@ class DCLOptimizer(ForecastOptimizer):
     @property
     def companion_optimizer(self) -> Optimizer:
         """The companion's optimizer. For parameters in half precision it steps others, of float32."""
-        return self.forecaster.optimizer
+        return self.forecaster.network.optimizer

@@ -7,6 +7,7 @@ for each term; last the loops that train these and the optimizers.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -90,7 +91,6 @@ def dcl_step(
     *,
     weight: float = 1.0,
     alpha: float = 0.99,
-    learns: bool = True,
     rows: Tensor | None = None,
 ) -> Tensor:
     r"""One pass of the loop of Algorithm 1 (lines 5 to 7).
@@ -102,8 +102,7 @@ def dcl_step(
         loss_function, distance: :math:`\ell`, (z, y) -> scalar, and :math:`\Delta`, (z, c) -> one value a row, of
             which the mean is taken.
         weight, alpha: :math:`\lambda` and :math:`\alpha`.
-        learns: whether the companion learns in this pass; the paper's always does.
-        rows: the numbers of the rows that the companion learns from (Table 10); None for all.
+        rows: the numbers of the rows that the companion gets (Table 10), which alone are pulled; None for all.
 
     Returns:
         The task loss :math:`\ell(z, y)`, detached.
@@ -122,20 +121,19 @@ def dcl_step(
     before = torch.get_rng_state()
     z = model(x)
     after = torch.get_rng_state()
-    torch.set_rng_state(before)  # the companion meets the same dropout masks as the model
-    c = companion(x)
+    torch.set_rng_state(before)  # of all rows the companion meets the same dropout masks as the model
+    c = companion(x if rows is None else x[rows])
     torch.set_rng_state(after)
+    seen = z if rows is None else z[rows]
 
     loss = loss_function(z, y)
     optimizer.zero_grad()
-    (loss + weight * distance(z, c.detach()).mean()).backward()
+    (loss + weight * distance(seen, c.detach()).mean()).backward()
     optimizer.step()
 
-    if learns:
-        companion_optimizer.zero_grad()
-        distances = distance(c, companions_target(z, c, alpha))
-        (distances if rows is None else distances[rows]).mean().backward()
-        step_once_there_is_a_gradient(companion_optimizer)
+    companion_optimizer.zero_grad()
+    distance(c, companions_target(seen, c, alpha)).mean().backward()
+    step_once_there_is_a_gradient(companion_optimizer)
     return loss.detach()
 
 
@@ -148,6 +146,26 @@ def step_once_there_is_a_gradient(optimizer: Optimizer) -> None:
     if has_begun:
         optimizer.has_begun = True
         optimizer.step()
+
+
+class DrawnRows:
+    """The numbers of the rows that the companion gets of each batch; None for all, as of the first batch."""
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction, self._step, self._is_first = fraction, 1, True
+        self._generator = torch.Generator().manual_seed(1)
+
+    def __call__(self, length: int) -> Tensor | None:
+        number = max(math.ceil(self._fraction * length), 2)
+        was_first, self._is_first = self._is_first, False
+        if number >= length:
+            return None
+        rows = torch.randperm(length, generator=self._generator)[:number]
+        return None if was_first else rows
+
+    def end_step(self) -> None:
+        self._step += 1
+        self._generator = torch.Generator().manual_seed(self._step)
 
 
 class Rounded(nn.Module):
@@ -269,10 +287,21 @@ class _Hand:
 
 
 class HandDCL(_Hand):
-    """The companion runs beside the model, with the same random draws; ``find`` gives the logits of an output."""
+    """The companion runs beside the model, with the same random draws; ``find`` gives the logits of an output.
 
-    def __init__(self, model: Any, base: Any = None, companion: Any = None, find: Any = lambda output: output) -> None:
+    With a ``fraction`` it gets drawn rows of the one tensor that the model is called with, but all of the first batch.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        base: Any = None,
+        companion: Any = None,
+        find: Any = lambda output: output,
+        fraction: float = 1.0,
+    ) -> None:
         super().__init__(model, base)
+        self._draw = DrawnRows(fraction)
         self.companion, self._find, self._outputs = companion or copy.deepcopy(model), find, []
         self._second = sgd(self.companion)
         model.register_forward_pre_hook(self._before)
@@ -284,18 +313,23 @@ class HandDCL(_Hand):
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         after = torch.get_rng_state()
         torch.set_rng_state(self._draws)
-        self._outputs.append((self._find(output), self._find(self.companion(*args, **kwargs))))
+        z = self._find(output)
+        rows = self._draw(len(z))
+        if rows is not None:
+            args = [argument[rows] for argument in args]
+        self._outputs.append((z, z if rows is None else z[rows], self._find(self.companion(*args, **kwargs))))
         torch.set_rng_state(after)
 
     def penalty(self, z: Tensor) -> Tensor:
-        (c,) = [c for output, c in self._outputs if torch.equal(output, z)]
-        return self.term(F.mse_loss(z, c.detach()), F.mse_loss(c, companions_target(z, c, ALPHA)))
+        ((seen, c),) = [(seen, c) for output, seen, c in self._outputs if torch.equal(output, z)]
+        return self.term(F.mse_loss(seen, c.detach()), F.mse_loss(c, companions_target(seen, c, ALPHA)))
 
     def learn(self) -> None:
         self._second.zero_grad()
         (sum(s.abs() * chase for s, chase in self.kept) / sum(s.abs() for s, _ in self.kept)).backward()
         step_once_there_is_a_gradient(self._second)
         self._outputs = []
+        self._draw.end_step()
 
 
 def squared(z: Tensor, p: Tensor) -> Tensor:

@@ -2,6 +2,7 @@ r"""The companion network: its prediction for a batch, and its step toward :math
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from torch.optim import Optimizer
 
 from dcl_optim.companion import copying
 from dcl_optim.companion.network import CompanionOptions, Network
-from dcl_optim.companion.optimizer import add_note, try_to_copy
-from dcl_optim.companion.replay import Replay
+from dcl_optim.companion.optimizer import check_optimizer, with_note
+from dcl_optim.companion.replay import Arguments, Replay
+from dcl_optim.companion.rows import Rows, cut
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
 from dcl_optim.penalty.layout import to_rows
@@ -23,7 +25,7 @@ from dcl_optim.progress import Forward
 from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import tensors_of, warn_once
 from dcl_optim.pytorch.outputs import find_logits, leaves_of
-from dcl_optim.pytorch.parameters import gradients_of, parameters_of
+from dcl_optim.pytorch.parameters import parameters_of
 from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts, refuse_flat_shards, sum_of_norms, unwrapped
 
 TINY = 1e-30  # what can be divided by
@@ -58,12 +60,10 @@ NOT_MADE = {"made": False}  # the state from before the first forward pass of a 
 
 @dataclass
 class Prediction:
-    """The companion's logits for one forward pass, in the shape of the model's."""
+    """The companion's logits for one forward pass."""
 
     logits: Tensor  # with a graph until the companion has learned from them
-    learns: bool
-    network: Network
-    rows: Any = None  # the logits as rows, detached and on the model's device, once they are asked for
+    drawn: Tensor | None  # the rows of the batch that it saw; None for all
 
 
 class Companion(Forecaster):
@@ -84,8 +84,8 @@ class Companion(Forecaster):
         >>> from dcl_optim.penalty.distances import mse
         >>> model = nn.Linear(4, 3)
         >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
-        >>> torch.equal(companion.module.weight, model.weight), companion.module.weight is model.weight
-        (True, False)
+        >>> torch.equal(companion.network.module.weight, model.weight)
+        True
     """
 
     def __init__(
@@ -102,115 +102,115 @@ class Companion(Forecaster):
         self._logits = logits
         self._options = options
         refuse_flat_shards(model)
-        try_to_copy(base, options.make_optimizer)
+        check_optimizer(base, options.make_optimizer)
         self._group = DataParallelGroup(model, options.process_group)
         self._network: Network | None = None
         self._replay = Replay()
+        self._rows = Rows(options.fraction)
         self._said: set[str] = set()
         self._start()
         if options.companion is not None:
-            self._made()
+            self._network = self._make()
 
     def _start(self) -> None:
         """Begin with nothing to learn."""
-        self._replay.forget()
+        self._rows.restart()
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
-        self._has_predicted = False  # in a step in which it learns
+        self._has_predicted = False  # in this step
         self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
         self._half_factor: Tensor | None = None  # of all gradients in float16
-        self._generator: torch.Generator | None = None  # of the rows that are drawn in this step
 
     def _make(self) -> Network:
         return Network(unwrapped(self._model), self._base, self._options, self._group)
 
-    def _made(self) -> Network:
-        if self._network is None:
-            self._network = self._make()
+    @property
+    def network(self) -> Network:
+        """The module with its optimizer; made now if not before."""
+        self._network = self._network or self._make()
         return self._network
-
-    @property
-    def module(self) -> nn.Module:
-        """The companion as a module."""
-        return self._made().module
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The companion's optimizer."""
-        return self._made().optimizer.optimizer
 
     # ---- the prediction: c = f(ω, x) ---------------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
-        network = self._network or self._made()
-        if network.base_has_changed():
-            network.has_predicted = False  # one that was given may share what trains now
+        if self.network.has_changed():
+            self.network.has_predicted = False  # one that was given may share what trains now
             if self._options.companion is None:
                 self.reset()
                 warn_once(self._said, COPIED_AGAIN)
-                network = self._made()
+        network = self.network
         if network.loaded_since:
             warn_once(self._said, WEIGHTS_LOADED)
         network.follow()
         self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        network = self._network
-        assert network is not None
-        args, kwargs = self._replay.arguments(args, kwargs)
-        learns = forward.step_number % self._options.every == 0
-        try:
-            with torch.set_grad_enabled(learns or not network.has_predicted):
-                if network.has_predicted:
-                    logits = find_logits(self._replay.call(network.module, args, kwargs), self._logits)
-                else:
-                    logits = self._call_first(network, forward.logits, args, kwargs)
-        except Exception as error:
-            add_note(error, IN_COMPANION.format("forward"))
-            raise
-        if logits.shape != forward.shape:
+        network = self.network
+        arguments = self._replay.arguments(args, kwargs)
+        drawn = self._draw(network, forward, arguments)
+        shape = forward.shape
+        if drawn is not None:
+            arguments = cut(arguments, shape[0], drawn)
+            shape = torch.Size([len(drawn), *shape[1:]])
+        call = self._call if network.has_predicted else self._call_first
+        with with_note(IN_COMPANION.format("forward")):
+            logits = call(network, arguments, forward)
+        if logits.shape != shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
-                f"{tuple(forward.shape)}. Pass a companion with the outputs of the model, or after a change "
+                f"{tuple(shape)}. Pass a companion with the outputs of the model, or after a change "
                 "of the model's head build the base optimizer and wrap it again"
             )
-        forward.prediction = Prediction(logits, learns, network)
-        self._has_predicted = self._has_predicted or learns
+        forward.prediction = Prediction(logits, drawn)
+        self._has_predicted = True
 
-    def _call_first(self, network: Network, z: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def _draw(self, network: Network, forward: Forward, arguments: Arguments) -> Tensor | None:
+        """The numbers of the rows that the companion gets; None for all, as at the first prediction of a new one."""
+        if self._options.fraction == 1:
+            return None
+        seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
+        call = functools.partial(self._call, network)
+        drawn = self._rows.draw(forward.logits, arguments, network.module, call, seed)
+        return None if network.is_new else drawn
+
+    def _call(self, network: Network, arguments: Arguments, forward: Any = None) -> Tensor:
+        return find_logits(self._replay.call(network.module, *arguments), self._logits)
+
+    def _call_first(self, network: Network, arguments: Arguments, forward: Forward) -> Tensor:
         """The first prediction: check that the companion shares nothing that it trains, and a copy equals the model."""
         model = unwrapped(self._model)
-        given = leaves_of(tensors_of((args, kwargs)))  # before the forward edits them
+        given = leaves_of(tensors_of(arguments))  # before the forward edits them
         before = copying.written(model)
-        logits = find_logits(self._replay.call(network.module, args, kwargs), self._logits)
+        logits = self._call(network, arguments)
         if copying.written(model) != before:
             raise RuntimeError(WRITES_TO_THE_MODEL)
-        own = [*parameters_of(network.optimizer.optimizer), *network.module.parameters(), *given]
-        others = set(parameters_of(self._base)).difference(model.parameters())
-        copying.require_own_leaves(logits, model, own, with_tensors=bool(others))
-        if self._options.companion is None and not network.is_loaded and logits.shape == z.shape:
-            copying.require_equal(z, logits.detach())
+        own = [*parameters_of(network.optimizer), *network.module.parameters(), *given]
+        copying.require_own_leaves(logits, model, self._base, own)
+        if self._options.companion is None and network.is_new and logits.shape == forward.shape:
+            copying.require_equal(forward.logits, logits.detach())
         network.has_predicted = True
+        network.is_new = False
         return logits
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         prediction: Prediction = forward.prediction
-        rows = to_rows(prediction.logits.detach(), forward.class_dim)
-        prediction.rows = rows.to(forward.rows.device)
-        return pull_of(self.distance, forward.rows, prediction.rows)
+        drawn = prediction.drawn
+        z = forward.rows
+        if drawn is not None:
+            z = to_rows(forward.logits.index_select(0, drawn), forward.class_dim)
+        c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
+        return pull_of(self.distance, z, c)._replace(lesson=(z, c), drawn=drawn)
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not prediction.learns or not len(forward.rows) or prediction.network is not self._network:
+        if not len(forward.rows):
             return
         logits = prediction.logits
         prediction.logits = logits.detach()
-        towards = pull_towards_target(self.distance, forward.rows, prediction.rows, pull, alpha)
-        prediction.rows = None
-        if self._options.fraction < 1.0:
-            towards = self._of_drawn_rows(towards, forward.step_number)
+        z, c = pull.lesson
+        towards = pull_towards_target(self.distance, z, c, pull, alpha)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
         size = scale
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
@@ -231,22 +231,11 @@ class Companion(Forecaster):
         if before is not None and self._total_scale is not None:
             factor = torch.minimum(factor, before)
             share = factor / before
-            for brought in (*self._made().optimizer.gradients(), *(waiting for _, waiting in self._pending)):
+            for brought in (*self.network.gradients(), *(waiting for _, waiting in self._pending)):
                 brought.mul_(share)
             self._total_scale = self._total_scale * share
         self._half_factor = factor
         return factor
-
-    def _of_drawn_rows(self, pull: Pull, seed: int) -> Pull:
-        """The mean over a random share of the rows; the others get no gradient."""
-        slope = pull.slope
-        number = max(round(self._options.fraction * len(slope)), 1)
-        if self._generator is None:
-            self._generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randperm(len(slope), generator=self._generator, device="cpu")[:number]
-        weights = torch.zeros_like(slope[:, 0])
-        weights[drawn.to(slope.device, non_blocking=True)] = len(slope) / number
-        return pull._replace(weights=weights)
 
     def end_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""
@@ -254,44 +243,30 @@ class Companion(Forecaster):
             return
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
-        kind = logits[0].device.type
-        try:
-            with torch.autocast(kind, enabled=False):  # no backward pass is to run under autocast
-                torch.autograd.backward(logits, gradients)
-        except Exception as error:
-            add_note(error, IN_COMPANION.format("backward"))
-            raise
+        no_autocast = torch.autocast(logits[0].device.type, enabled=False)  # under which no backward pass is to run
+        with with_note(IN_COMPANION.format("backward")), no_autocast:
+            torch.autograd.backward(logits, gradients)
 
     def learn(self, alpha: float) -> None:
         if self._pending:  # which only compiled autograd leaves
             self.end_backward()
         network = self._network
         has_ranks = self._group.size > 1 and self._has_predicted
-        has_observed = self._total_scale is not None  # also of 0 on a device, of batches that were not read
-        if network is not None and (has_observed or has_ranks):
-            optimizer = network.optimizer
-            if optimizer.wide.weights:
-                optimizer.wide.widen_gradients()
-            if has_ranks:  # every rank must bring the same tensors to the reduction
-                optimizer.fill_gradients()
-            self._average(network)
-            optimizer.step()
-            optimizer.optimizer.zero_grad()
+        total = self._total_scale  # also 0 on a device, of batches that were not read
+        if network is not None and (total is not None or has_ranks):
+            gradients = network.gradients_to_step(fills=has_ranks)  # every rank must bring the same to the reduction
+            if gradients and total is not None:  # the mean over the forward passes, weighted by their loss scales
+                parts = local_parts(gradients) if network.has_shards else gradients
+                divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
+                torch._foreach_div_(parts, divisor)
+            self._group.average(gradients)
+            network.step()
         self._start()
-
-    def _average(self, network: Network) -> None:
-        """Make the mean over the forward passes of the step, weighted by their loss scales, and over the ranks."""
-        total = self._total_scale
-        gradients = list(gradients_of(network.optimizer.optimizer))
-        if gradients and total is not None:
-            parts = local_parts(gradients) if network.has_shards else gradients
-            divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
-            torch._foreach_div_(parts, divisor)
-        self._group.average(gradients)
 
     def check_values(self) -> None:
         self._group.warn_of_ranks()
-        if self._network is None or _is_finite(self.optimizer) or not _is_finite(self._base):  # the same on all ranks
+        network = self._network
+        if network is None or _is_finite(network.optimizer) or not _is_finite(self._base):  # the same on all ranks
             return
         if self._options.companion is None:
             self.reset()
@@ -300,25 +275,13 @@ class Companion(Forecaster):
     def forget(self) -> None:
         self._start()
         if self._network is not None:
-            self._network.optimizer.zero_grad()
+            self._network.clear_gradients()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
-
-    def switch(self, mode: str) -> None:
-        if self._network is not None:
-            self._network.optimizer.switch(mode)
 
     def model_loaded(self) -> None:
         if self._network is not None and self._options.companion is None:
             self._network.loaded_since = self._network.has_predicted
-
-    def create_state(self) -> None:
-        optimizer = self._made().optimizer
-        optimizer.follow_options()
-        if not optimizer.optimizer.state:
-            optimizer.fill_gradients()
-            optimizer.optimizer.step()
-            optimizer.optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
         return dict(NOT_MADE) if self._network is None else self._network.state_dict()
@@ -326,7 +289,7 @@ class Companion(Forecaster):
     def check_state(self, state: dict[str, Any]) -> None:
         if state != NOT_MADE or self._options.companion is not None:
             check_state(state, {"begun": bool, "model": dict, "optimizer": dict}, "companion")
-            (self._network or self._make()).check_tensors(state["model"])
+            check_state(state["model"], (self._network or self._make()).own_tensors(), "companion")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state == NOT_MADE:

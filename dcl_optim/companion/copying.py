@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dcl_optim.progress import are_close
 from dcl_optim.pytorch.internals import hooks_of, tensors_of, version_of, warn
 from dcl_optim.pytorch.outputs import leaves_of
-from dcl_optim.pytorch.parameters import parameters_of
+from dcl_optim.pytorch.parameters import parameters_of, requires_grad
 from dcl_optim.pytorch.ranks import is_sharded
 
 # Those of torch belong to the layers (spectral_norm); transformers collects hidden states by hooks.
@@ -39,8 +39,7 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
         return copy_model(model, base)
     if not isinstance(given, nn.Module):
         raise TypeError(f"companion must be a torch.nn.Module or None, got {given!r}")
-    theirs = set(map(id, model.parameters()))
-    if any(parameter.requires_grad for parameter in given.parameters() if id(parameter) in theirs):
+    if any(map(requires_grad, set(model.parameters()).intersection(given.parameters()))):
         raise ValueError("companion shares trained parameters with the model; it must have its own")
     return given
 
@@ -69,12 +68,10 @@ def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
     memo |= {id(value): value for value in attributes if isinstance(value, KEPT)}
     computed = [tensor for tensor in tensors_of(attributes) if tensor.grad_fn is not None]
     memo |= {id(tensor): tensor.detach().clone() for tensor in computed}  # torch copies no tensor with a graph
-    trained = {id(parameter) for parameter in parameters_of(base) if parameter.requires_grad}
-    for parameter in model.parameters():
-        if id(parameter) not in trained:
-            memo[id(parameter)] = parameter
-            if parameter.requires_grad:  # the same values, which get no gradient
-                memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    for parameter in set(model.parameters()).difference(filter(requires_grad, parameters_of(base))):
+        memo[id(parameter)] = parameter
+        if parameter.requires_grad:  # the same values, which get no gradient
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     return memo
 
 
@@ -89,23 +86,23 @@ def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
 # ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def require_own_leaves(logits: Tensor, model: nn.Module, own: list[Tensor], with_tensors: bool) -> None:
+def require_own_leaves(logits: Tensor, model: nn.Module, base: Optimizer, own: list[Tensor]) -> None:
     """Raise RuntimeError if the companion's backward pass would give a gradient to tensors that are not its own.
 
     Args:
         logits: of the companion, with their graph.
         model: the model, whose parameters are never the companion's own.
+        base: its optimizer. If it trains tensors that the model holds in a list, leaves that are no parameters count.
         own: the parameters of the companion and of its optimizer, and the leaves of the forward pass's arguments.
-        with_tensors: whether leaves that are no parameters count too, as where the base optimizer trains some that the
-            model holds in a list.
     """
     if any(map(is_sharded, own)):
         return
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    allowed = set(map(id, own)).difference(names)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    allowed = set(own).difference(names)
+    with_tensors = not names.keys() >= set(parameters_of(base))
     for leaf in leaves_of([logits]):
-        if (with_tensors or isinstance(leaf, nn.Parameter)) and id(leaf) not in allowed:
-            what = f"the model's {names[id(leaf)]!r}" if id(leaf) in names else f"a tensor of shape {tuple(leaf.shape)}"
+        if (with_tensors or isinstance(leaf, nn.Parameter)) and leaf not in allowed:
+            what = f"the model's {names[leaf]!r}" if leaf in names else f"a tensor of shape {tuple(leaf.shape)}"
             raise RuntimeError(f"the companion would train {what}, which is not its own: {NOT_COPIED}")
     if not logits.requires_grad:
         raise RuntimeError(

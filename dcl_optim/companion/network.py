@@ -1,7 +1,8 @@
-"""A companion once it is made: the module, its optimizer, and how both are kept as the model and its optimizer are."""
+"""A companion once it is made: the module and its optimizer, both kept as the model and its optimizer are."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -12,17 +13,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion.copying import build
-from dcl_optim.companion.optimizer import CompanionOptimizer, MakeOptimizer
+from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, are_zero, make_optimizer, with_note
 from dcl_optim.companion.replay import forked_rng
-from dcl_optim.pytorch.arguments import check_state
-from dcl_optim.pytorch.parameters import all_or_nothing, has_other_parameters, parameters_of, requires_grad
+from dcl_optim.companion.wide_weights import WideWeights
+from dcl_optim.pytorch.internals import count_as_step
+from dcl_optim.pytorch.parameters import (
+    all_or_nothing,
+    gradients_of,
+    has_other_parameters,
+    parameters_of,
+    requires_grad,
+)
 from dcl_optim.pytorch.ranks import DataParallelGroup, is_sharded
 
-MOVED = (
-    "the model was moved or converted, but its companion was not: what is trained was {} and is {}.\n"
-    "  Fix: move the model before its first training forward pass and before a state is loaded; or call "
-    "optimizer.reset_companion() after the move: the companion is then copied from the model again"
-)
+FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 REPLACED = (
     "companion has no parameter to train, since none of the base optimizer's is one of the model's: an engine has put "
     "its own in their place (DeepSpeed's ZeRO, or its bfloat16 in stage 0), or this forward pass has others.\n"
@@ -38,13 +42,12 @@ class CompanionOptions:
     companion: nn.Module | None = None
     make_optimizer: MakeOptimizer | None = None
     lr_scale: float = 1.0
-    every: int = 1
     fraction: float = 1.0
     process_group: Any = "auto"
 
 
 class Network:
-    """A companion with its optimizer, which follow mode and options. A copy shares what the base does not train.
+    """A companion with its optimizer. A copy shares what the base does not train, and follows the base's options.
 
     Args:
         model: the user's own module.
@@ -55,142 +58,190 @@ class Network:
     Attributes:
         module: the companion.
         optimizer: its optimizer.
+        wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
+        is_new: whether it has neither predicted nor weights of a state.
         has_predicted: whether it has, and was found to share nothing that it trains.
-        is_loaded: whether it has weights of a state.
+        has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
+            optimizers divide later; until then no step is taken.
         loaded_since: whether weights were loaded into the model since the last forward pass.
         has_shards: whether some of its parameters are sharded.
     """
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
-        self.has_predicted = False
-        self.is_loaded = False
-        self.loaded_since = False
-        self._base = base
-        self._group = group
-        self._num_ranks = 0  # at the last forward; 0 before the first
-        self._known = _trained_by(base)
-        self._last: list[list[int]] = []  # the ids of what was trained at the last forward, by groups
-        self._model = model
-        self._is_copy = options.companion is None
-        self._forward = vars(model).get("forward")
         if has_other_parameters(base, model):
             raise ValueError(REPLACED)
-        device = next(parameters_of(base)).device
-        with forked_rng(device), torch.inference_mode(False):
+        self.is_new = True
+        self.has_predicted = False
+        self.has_begun = False
+        self.loaded_since = False
+        self._model = model
+        self._base = base
+        self._options = options
+        self._group = group
+        self._num_ranks = 0  # at the last forward; 0 before the first
+        self._is_copy = options.companion is None
+        self._forward = vars(model).get("forward")
+        self._known = _numbers_of_groups(_trained_by(base))
+        self._seen: list[Any] = []  # what was trained at the last forward, and where it was
+        with forked_rng(next(parameters_of(base)).device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
             self._twins, others = _twins_of(model, base, self.module)
-            self._places = list(map(_place, self._twins))
-            self.optimizer = CompanionOptimizer(base, self._twins, others, options.make_optimizer, options.lr_scale)
+            self.wide = WideWeights((*self._twins.values(), *others))
+            stepped = {theirs: self.wide.behind(ours) for theirs, ours in self._twins.items()}
+            groups = [[stepped[p] for p in group["params"] if p in stepped] for group in base.param_groups]
+            groups[0] += map(self.wide.behind, others)
+            self.optimizer = make_optimizer(base, groups, stepped, options.make_optimizer)
+        self.wide.keep(set(parameters_of(self.optimizer)))  # a callable may have taken the network's own
+        self._follow_options()
         self.has_shards = any(map(is_sharded, self.module.parameters()))
         self._modules = [(model, self.module)]
-        self._views: list[tuple[Tensor, Tensor]] = []  # parameters that are not trained, but require a gradient
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
-            both = zip(model.parameters(), self.module.parameters(), strict=True)
-            self._views = [(theirs, ours) for theirs, ours in both if ours is not theirs and theirs not in self._twins]
 
-    def base_has_changed(self) -> bool:
+    # ---- following the model and its optimizer -----------------------------------------------------------------------
+
+    def has_changed(self) -> bool:
         """Whether the base optimizer trains a parameter that it did not or in another group, or the model has moved.
 
-        The companion keeps a parameter that is frozen; it learns again when it is unfrozen. One that has learned is not
-        to be lost by a move.
-
-        Raises:
-            RuntimeError: the model has moved, and the companion is more than a copy of it.
-            ValueError: the base has none of the model's parameters.
+        The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
         """
-        places = list(map(_place, self._twins))
-        if self._is_copy and places != self._places:
-            if self.has_predicted or self.is_loaded:
-                raise RuntimeError(MOVED.format(set(self._places), set(places)))
-            return True
         # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
-        ids = [list(map(id, filter(requires_grad, group["params"]))) for group in self._base.param_groups]
-        if ids == self._last:
-            return False
-        if self._twins.keys().isdisjoint(parameters_of(self._base)) and has_other_parameters(self._base, self._model):
-            raise ValueError(REPLACED)
-        self._last = ids
         trained = _trained_by(self._base)
+        seen = [(list(map(id, group)), list(map(_place, group))) for group in trained]
+        if seen == self._seen:
+            return False
+        numbers = _numbers_of_groups(trained)
+        if self._twins.keys().isdisjoint(numbers) and has_other_parameters(self._base, self._model):
+            raise ValueError(REPLACED)
+        self._seen = seen
+        is_moved = False
         for theirs, ours in self._twins.items():
-            ours.requires_grad_(theirs in trained)
-        return not trained.items() <= self._known.items()
+            for tensor in (ours, self.wide.behind(ours)):
+                tensor.requires_grad_(theirs in numbers)
+            is_moved |= self._is_copy and _place(theirs) != _place(ours)
+        return is_moved or not numbers.items() <= self._known.items()
 
     def follow(self) -> None:
         """Bring the companion to where the model is."""
         if self._group.size != self._num_ranks:  # DistributedDataParallel may come later than the companion
             self._num_ranks = self._group.size
-            wide = self.optimizer.wide
-            wide.read_network()
-            self._group.broadcast(wide.behind(p).data for p in self.module.parameters() if p.requires_grad)
+            self.wide.read_network()
+            self._group.broadcast(self.wide.behind(p).data for p in filter(requires_grad, self.module.parameters()))
             self._group.broadcast(self.module.buffers())
-            wide.write_network()
-        if vars(self._model).get("forward") is not self._forward and self._is_copy:
-            self._follow_forward()
+            self.wide.write_network()
+        forward: Any = vars(self._model).get("forward")
+        if forward is not self._forward and self._is_copy:  # by a library: Lightning for a call, Accelerate
+            self._forward = forward
+            vars(self.module).pop("forward", None)
+            if getattr(forward, "__self__", None) is self._model:
+                self.module.forward = MethodType(forward.__func__, self.module)
         for theirs, ours in self._modules:
             if ours.training != theirs.training:
                 ours.train(theirs.training)
-        for theirs_now, ours_now in self._views:
-            ours_now.data = theirs_now.data  # of which a script may have assigned another
 
-    def _follow_forward(self) -> None:
-        """Follow what a library has put in place of the model's forward since: Lightning for a call, Accelerate."""
-        self._forward = forward = vars(self._model).get("forward")
-        if forward is None:
-            vars(self.module).pop("forward", None)
-        elif getattr(forward, "__self__", None) is self._model:
-            self.module.forward = MethodType(forward.__func__, self.module)
+    def _follow_options(self) -> None:
+        """Give the groups the base's learning rate, weight decay and momentum."""
+        if self._options.make_optimizer is not None:
+            return
+        for theirs, ours in zip(self._base.param_groups, self.optimizer.param_groups, strict=False):
+            for key in FOLLOWED:
+                if key in theirs:
+                    value = theirs[key]
+                    if key == "lr" and self._options.lr_scale != 1:
+                        value = value * self._options.lr_scale
+                    ours[key] = value.clone() if isinstance(value, Tensor) else value
+
+    # ---- gradients, and the step -------------------------------------------------------------------------------------
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that backward passes have added up since the last step."""
+        trained = filter(requires_grad, self.module.parameters())
+        return [parameter.grad for parameter in trained if parameter.grad is not None]
+
+    def gradients_to_step(self, fills: bool) -> list[Tensor]:
+        """The gradients of what the optimizer steps; ``fills`` gives zeros to each parameter that has none."""
+        self.wide.widen_gradients()
+        if fills:
+            for parameter in filter(requires_grad, parameters_of(self.optimizer)):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return list(gradients_of(self.optimizer))
+
+    def step(self) -> None:
+        """Step with the base's options, unless no gradient was other than 0; its draws are not taken from the script's.
+
+        To ask synchronizes, mostly in two steps.
+        """
+        self.has_begun = self.has_begun or not are_zero(gradients_of(self.optimizer))
+        if self.has_begun:
+            self._follow_options()
+            draws: AbstractContextManager[Any] = nullcontext()
+            if not type(self.optimizer).__module__.startswith("torch.optim"):  # whose optimizers draw nothing
+                draws = forked_rng(next(parameters_of(self.optimizer)).device)
+            with draws, with_note(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
+                self.optimizer.step()
+            self.wide.write_network()
+        else:
+            count_as_step(self.optimizer)
+        self.optimizer.zero_grad()
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad()
+        for parameter in self.wide.weights:
+            parameter.grad = None
+
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """The companion's tensors without what it shares with the model, and its optimizer's state."""
-        self.optimizer.follow_options()  # what the script has changed since the last step, as a scheduler does
-        self.optimizer.wide.read_network()
-        begun = {"begun": self.optimizer.has_begun}
-        return begun | {"model": self._own_tensors(), "optimizer": self.optimizer.state_dict()}
+        self._follow_options()  # what the script has changed since the last step, as a scheduler does
+        self.wide.read_network()
+        return {"begun": self.has_begun, "model": self.own_tensors(), "optimizer": self.optimizer.state_dict()}
 
-    def _own_tensors(self) -> dict[str, Any]:
+    def own_tensors(self) -> dict[str, Any]:
         """The state of the module, with weights of float32 in the place of parameters in half precision."""
         own = self.module.state_dict()
         trained = set(self._twins.values())
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if self._is_copy and parameter not in trained:  # the model's
                 own.pop(name, None)
-            elif parameter in self.optimizer.wide.weights:
-                own[name] = self.optimizer.wide.weights[parameter].detach()
+            elif parameter in self.wide.weights:
+                own[name] = self.wide.weights[parameter].detach()
         return own
-
-    def check_tensors(self, state: dict[str, Any]) -> None:
-        """Raise ValueError unless the companion's tensors are of its names and shapes."""
-        check_state(state, self._own_tensors(), "companion")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, or nothing of it."""
-        with all_or_nothing(self.optimizer.optimizer):
+        with all_or_nothing(self.optimizer):
             self.optimizer.load_state_dict(state["optimizer"])
             self.module.load_state_dict(state["model"], strict=False)
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if parameter in self.optimizer.wide.weights:
-                    self.optimizer.wide.weights[parameter].data.copy_(state["model"][name])
-            self.optimizer.wide.write_network()
-        self.optimizer.has_begun = state["begun"]
+                if parameter in self.wide.weights:
+                    self.wide.weights[parameter].data.copy_(state["model"][name])
+            self.wide.write_network()
+        self.has_begun = state["begun"]
         self.has_predicted = False
-        self.is_loaded = True
+        self.is_new = False
         self.loaded_since = False
 
 
-def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dict[Tensor, Tensor], list[nn.Parameter]]:
+def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     """The companion's parameters for those of the base, by their names in the model; and those of other names."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    own = {name: p for name, p in module.named_parameters() if p.requires_grad and id(p) not in names}
-    twins: dict[Tensor, Tensor] = {p: own[names[id(p)]] for p in parameters_of(base) if names.get(id(p)) in own}
-    known = set(names.values())
-    return twins, [parameter for name, parameter in own.items() if name not in known]
+    theirs = dict(model.named_parameters())
+    shared = set(theirs.values())
+    own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in shared}
+    trained = set(parameters_of(base))
+    twins: dict[Tensor, Tensor] = {p: own[name] for name, p in theirs.items() if p in trained and name in own}
+    return twins, [parameter for name, parameter in own.items() if name not in theirs]
 
 
-def _trained_by(base: Optimizer) -> dict[Tensor, int]:
-    """What a base optimizer trains, with the number of its group."""
-    groups = enumerate(base.param_groups)
-    return {parameter: number for number, group in groups for parameter in group["params"] if parameter.requires_grad}
+def _trained_by(base: Optimizer) -> list[list[Tensor]]:
+    """What a base optimizer trains, group by group."""
+    return [list(filter(requires_grad, group["params"])) for group in base.param_groups]
+
+
+def _numbers_of_groups(groups: list[list[Tensor]]) -> dict[Tensor, int]:
+    return {parameter: number for number, group in enumerate(groups) for parameter in group}
 
 
 _place = attrgetter("device", "dtype")

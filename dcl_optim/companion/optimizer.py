@@ -1,8 +1,4 @@
-"""The companion's optimizer: a copy of the base without its state, whose groups follow the base's at every step.
-
-What a schedule changes in the base's groups reaches the companion's. What an optimizer counts in its own groups
-(Schedule-Free's averages, Prodigy's estimates) stays each one's own.
-"""
+"""The companion's optimizer: a copy of the base without its state."""
 
 from __future__ import annotations
 
@@ -10,211 +6,64 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Adagrad, Optimizer
 
-from dcl_optim.companion.replay import forked_rng
-from dcl_optim.companion.wide_weights import WideWeights
-from dcl_optim.pytorch.internals import count_as_step
-from dcl_optim.pytorch.parameters import gradients_of, inner_of, optimizers_in, parameters_of
+from dcl_optim.pytorch.parameters import inner_of, parameters_of
 from dcl_optim.pytorch.ranks import sum_of_norms
 
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
-FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
-# Of dadaptation, pytorch_optimizer and lomo_optim. The first two divide by their first gradient, and that of a copy of
-# the model is close to zero; the others step in the model's backward pass, by hooks on its parameters.
-UNFIT = ("dadaptadan", "dadaptsgd", "adalomo", "lomo")
-STATE_FROM_THE_START = (
-    "{} cannot train the companion: its state is made in its constructor, and a copy begins without one{}.\n"
-    "  Fix: if it holds another optimizer, wrap that one, as in Lookahead(DCLOptimizer(inner, model)); else {}"
-)
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
     "  Fix: unfreeze one, or ask for optimizer.companion before a forward pass with other parameters (functional_call)"
 )
 
 
-class CompanionOptimizer:
-    """Trains the companion as the base optimizer trains the model: class, options, groups, schedule.
-
-    An optimizer that was built by a callable is left alone.
-
-    Args:
-        base: the model's optimizer.
-        twins: for parameters of the base, the companion's in their place.
-        others: further parameters of the companion, which come after those of the first group.
-        make: the callable; None for an optimizer like the base.
-        lr_scale: the companion's learning rate divided by the base's.
-
-    Attributes:
-        optimizer: the optimizer.
-        wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
-        has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
-            optimizers divide later; until then no step is taken.
-    """
-
-    def __init__(
-        self,
-        base: Optimizer,
-        twins: dict[Tensor, Tensor],
-        others: list[nn.Parameter],
-        make: MakeOptimizer | None,
-        lr_scale: float,
-    ) -> None:
-        self._base = base
-        self._follows = make is None
-        self._lr_scale = lr_scale
-        self.wide = WideWeights((*twins.values(), *others))
-        stepped = {theirs: self.wide.behind(ours) for theirs, ours in twins.items()}
-        groups = [[stepped[p] for p in group["params"] if p in stepped] for group in base.param_groups]
-        groups[0] += map(self.wide.behind, others)
-        if not any(groups):
-            raise ValueError(NOTHING_TO_TRAIN)
-        self.optimizer = copy_optimizer(base, groups, stepped) if make is None else make(list(chain(*groups)))
-        if not isinstance(self.optimizer, Optimizer):
-            raise TypeError(f"companion_optimizer must build an optimizer, but returned {self.optimizer!r}")
-        self.wide.keep(set(parameters_of(self.optimizer)))  # a callable may have taken the network's own
-        self.has_begun = False
-        self._may_draw = not _is_of_torch(self.optimizer)
-        if make is not None:
-            self.switch("train")
-        self.follow_options()
-
-    def follow_options(self) -> None:
-        """Give the groups the base's learning rate, weight decay and momentum."""
-        if not self._follows:
-            return
-        for theirs, ours in zip(self._base.param_groups, self.optimizer.param_groups, strict=False):
-            for key in FOLLOWED:
-                if key in theirs:
-                    value = theirs[key]
-                    if key == "lr" and self._lr_scale != 1:
-                        value = value * self._lr_scale
-                    ours[key] = value.clone() if isinstance(value, Tensor) else value
-
-    def step(self) -> None:
-        """Step with the base's options, and random draws that the script's generators do not notice.
-
-        Nothing is done before the first gradient that is not 0. To ask synchronizes, mostly in two steps.
-        """
-        self.has_begun = self.has_begun or not _are_zero(gradients_of(self.optimizer))
-        if not self.has_begun:
-            count_as_step(self.optimizer)
-            return
-        self.follow_options()
-        try:
-            if self._may_draw:
-                with forked_rng(next(parameters_of(self.optimizer)).device):
-                    self.optimizer.step()
-            else:
-                self.optimizer.step()
-        except Exception as error:
-            add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
-            raise
-        if self.wide.weights:
-            self.wide.write_network()
-
-    def switch(self, mode: str) -> None:
-        """Call the optimizer's method of this name, ``"train"`` or ``"eval"``, if it has one."""
-        if hasattr(self.optimizer, mode):
-            self.wide.read_network()
-            getattr(self.optimizer, mode)()
-            self.wide.write_network()
-
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients that the network's backward passes have added up since the last step."""
-        return [*gradients_of(self.optimizer), *self.wide.narrow_gradients()]
-
-    def fill_gradients(self) -> None:
-        """Give a gradient of zero to each parameter that has none and trains."""
-        self.wide.follow_frozen()
-        for parameter in parameters_of(self.optimizer):
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def zero_grad(self) -> None:
-        """Clear the gradients, also those of a network in half precision."""
-        self.optimizer.zero_grad()
-        self.wide.clear_gradients()
-
-    # ---- state -------------------------------------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.wide.read_network()  # before the optimizer's parameters are copied
-        return self.__dict__
-
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, its parameters by number as text: torch.distributed.checkpoint makes all keys so."""
-        return _with_keys(str, self.optimizer.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`."""
-        self.optimizer.load_state_dict(_with_keys(lambda key: int(key) if str(key).isdigit() else key, state))
-
-
-def _is_of_torch(optimizer: Optimizer) -> bool:
-    """Whether a class of torch.optim, and none that a script derives from it."""
-    return type(optimizer).__module__.startswith("torch.optim")
-
-
-def _are_zero(gradients: Iterable[Tensor]) -> bool:
+def are_zero(gradients: Iterable[Tensor]) -> bool:
     """Whether all are 0, on all ranks if they are shards; one whose values cannot be read is not."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     can_read = not any(gradient.is_meta for gradient in dense)
     return can_read and sum_of_norms(dense, math.inf) == 0
 
 
-def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
-    if "state" not in state:
-        return state
-    return state | {"state": {convert(key): value for key, value in state["state"].items()}}
-
-
-def try_to_copy(base: Optimizer, make: MakeOptimizer | None) -> None:
+def check_optimizer(base: Optimizer, make: MakeOptimizer | None) -> None:
     """Raise, before there is a companion, if no optimizer can be made for it."""
     if make is None:
-        inner = inner_of(base)
-        if inner.state and not _is_of_torch(inner):  # torch's have a state of steps alone
-            _require_state_of_steps(base, inner)
-        else:
-            copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
+        copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
     elif not callable(make) or isinstance(make, Optimizer):
         raise TypeError(f"companion_optimizer must be a callable that builds one from parameters, got {make!r}")
 
 
-def _require_state_of_steps(base: Optimizer, inner: Optimizer) -> None:
-    """Raise ValueError if the state was made in the constructor: a copy, which begins without it, cannot step.
+def make_optimizer(
+    base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor], make: MakeOptimizer | None
+) -> Optimizer:
+    """Give the optimizer that the user asked for: a copy of the base, or what a callable builds, which is left alone.
 
-    A base that has stepped also has a state. So a copy takes a step, on copies of the parameters without a gradient.
+    Args:
+        base, groups, twins: see :func:`copy_optimizer`.
+        make: the callable; None for a copy.
     """
-    twins: dict[Tensor, Tensor] = {p: nn.Parameter(p.detach().clone()) for p in parameters_of(base)}
-    copied = copy_optimizer(base, [[twins[p] for p in group["params"]] for group in base.param_groups], twins)
-    for twin in twins.values():
-        twin.grad = torch.zeros_like(twin)
-    try:
-        with forked_rng(next(iter(twins)).device):
-            copied.step()
-    except Exception as error:
-        raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, f" ({error!r})", PASS_ANOTHER)) from error
-    for theirs, ours in twins.items():
-        before = inner.state.get(theirs, {})
-        if before and before.keys().isdisjoint(copied.state.get(ours, {})):
-            raise ValueError(STATE_FROM_THE_START.format(type(inner).__name__, "", PASS_ANOTHER))
+    if not any(groups):
+        raise ValueError(NOTHING_TO_TRAIN)
+    if make is None:
+        return copy_optimizer(base, groups, twins)
+    made: Any = make(list(chain(*groups)))
+    if not isinstance(made, Optimizer):
+        raise TypeError(f"companion_optimizer must build an optimizer, but returned {made!r}")
+    if hasattr(made, "train"):  # Schedule-Free has two modes
+        made.train()
+    return made
 
 
 def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor]) -> Optimizer:
-    """Copy an optimizer for other parameters, without its state and its hooks.
-
-    Optimizers that it holds are copied with it. What shares a group with the base shares the copied one.
+    """Copy an optimizer for other parameters, without its state and its hooks; optimizers that it holds are its own.
 
     Args:
         base: the optimizer; of one that wraps another, such as SAM, the inner one is copied.
@@ -223,49 +72,35 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     """
     inner = inner_of(base)
     kind = type(inner)
-    _refuse(kind)
-    memo: dict[int, Any] = {id(group["params"]): own for group, own in zip(base.param_groups, groups, strict=True)}
-    memo |= {id(theirs): ours for theirs, ours in twins.items()}
-    everyone = optimizers_in(inner)
-    memo |= {id(one.state): defaultdict(dict) for one in everyone if hasattr(one, "state")}
-    memo |= {id(one): type(one).__new__(type(one)) for one in everyone}
-    copied: Optimizer = memo[id(inner)]
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(f"{kind.__name__} cannot train the companion: it steps with a closure only; {PASS_ANOTHER}")
+    copied = kind.__new__(kind)
+    memo: dict[int, Any] = {id(theirs): ours for theirs, ours in twins.items()}
+    for one in (base, inner):  # ZeroRedundancyOptimizer's trains a part of the parameters
+        memo |= {id(group["params"]): own for group, own in zip(one.param_groups, groups, strict=True)}
+    memo |= {id(inner): copied, id(inner.state): defaultdict(dict)}
+    attributes: dict[str, Any] = {name: value for name, value in vars(inner).items() if name != "step"}
+    attributes |= {name: OrderedDict() for name in attributes if name.endswith("_hooks")}
     try:
-        options = [{key: group[key] for key in group if key != "param_names"} for group in base.param_groups]
-        own_groups = copy.deepcopy(options, memo)
-        for one in (base, inner):
-            memo |= {id(theirs): ours for theirs, ours in zip(one.param_groups, own_groups, strict=True)}
-            memo[id(one.param_groups)] = own_groups
-        for one in everyone:
-            vars(memo[id(one)]).update(_copy_of_attributes(one, memo))
+        vars(copied).update(copy.deepcopy(attributes, memo))
     except Exception as error:
         raise ValueError(
             f"the {kind.__name__} could not be copied for the companion ({error!r}); {PASS_ANOTHER}"
         ) from error
+    for group in copied.param_groups:
+        group.pop("param_names", None)
     if kind is Adagrad:  # torch before 2.14 makes its state in the constructor alone
         return Adagrad(copied.param_groups, **copied.defaults)
     return copied
 
 
-def _copy_of_attributes(optimizer: Optimizer, memo: dict[int, Any]) -> dict[str, Any]:
-    """Copy what an optimizer holds, with empty tables of hooks; torch's own copies keep groups and state alone."""
-    attributes = {name: value for name, value in vars(optimizer).items() if name != "step"}
-    tables: dict[str, Any] = {name: OrderedDict() for name in attributes if name.endswith("_hooks")}
-    return copy.deepcopy(attributes | tables, memo)
-
-
-def _refuse(kind: type[Optimizer]) -> None:
-    """Raise ValueError for a class of optimizers that cannot train a companion."""
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    needs_closure = closure is not None and closure.default is inspect.Parameter.empty
-    if needs_closure or kind.__name__.lower() in UNFIT:
-        raise ValueError(
-            f"{kind.__name__} cannot train the companion: it steps with a closure only, divides by the size of its "
-            f"first gradient, or steps in the backward pass; {PASS_ANOTHER}"
-        )
-
-
-def add_note(error: Exception, note: str) -> None:
-    """Add a note to an error, which Python knows from 3.11 on."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
+@contextmanager
+def with_note(note: str) -> Iterator[None]:
+    """Add a note to an error in a block, which Python knows from 3.11 on."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        raise

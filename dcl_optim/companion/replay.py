@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dcl_optim.pytorch.internals import map_tensors, tensors_of, version_of
+from dcl_optim.pytorch.internals import map_tensors
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Replay:
     """Keeps the model's arguments, detached, and the RNG state that it draws from; then calls another network.
 
-    The arguments are cloned if the first forward pass writes to them.
+    The arguments are cloned: a model may write to them, and a script may refill them before its backward pass.
 
     Examples:
         >>> model = nn.Sequential(nn.Dropout(), nn.Linear(2, 2))
@@ -30,45 +30,26 @@ class Replay:
     """
 
     def __init__(self) -> None:
-        self._writes: bool | None = None  # whether the model's forward pass writes to its inputs; None until the first
-        self._kept: list[Any] = []  # of the forward passes that run: a model may call itself
+        self._given: Arguments = (), {}  # of the forward pass that runs
         self._device = CPU
-        self._rng_states: tuple[Tensor, ...] = ()
+        self._rng_states: list[Tensor] = []
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
-        given = (args, kwargs)
-        is_plain = not kwargs and {Tensor}.issuperset(map(type, args))
-        tensors = list(args) if is_plain else tensors_of(given)
-        if self._writes is not False:
-            arguments = map_tensors(_clone, given)
-        elif is_plain and not any(tensor.requires_grad for tensor in tensors):
-            arguments = given
-        else:
-            arguments = map_tensors(_detach, given)  # in containers that the model cannot change
-        states = [torch.get_rng_state()]
+        self._given = args, kwargs
+        self._arguments = map_tensors(_clone, (args, kwargs))
+        self._device = device
+        self._rng_states = [torch.get_rng_state()]
         if device != CPU and device.type != "meta":
-            states.append(torch.get_device_module(device).get_rng_state(device))
-        self._kept.append((given, arguments, tensors, list(map(version_of, tensors)), device, states))
+            self._rng_states.append(torch.get_device_module(device).get_rng_state(device))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
-        places = range(len(self._kept))
-        own = [place for place in places if self._kept[place][0][0] is args and self._kept[place][0][1] is kwargs]
-        place = own[-1] if own else places[-1]
-        _, arguments, tensors, versions, self._device, self._rng_states = self._kept[place]
-        del self._kept[place:]  # with those of calls inside of it that have failed
-        if not own:
-            return map_tensors(_detach, (args, kwargs))  # a later pre-hook has put others in their place
-        writes = list(map(version_of, tensors)) != versions
-        if writes and self._writes is False:
-            raise RuntimeError(
-                "the model's forward pass has written to one of its inputs in place, which dcl_optim clones if the "
-                "first one did: begin forward with x = x.clone(), or write nn.ReLU(inplace=False)"
-            )
-        if self._writes is None:
-            self._writes = writes
-        return cast("Arguments", arguments)
+        arguments: Arguments = self._arguments
+        if self._given[0] is not args or self._given[1] is not kwargs:  # a later pre-hook has put others in their place
+            arguments = map_tensors(_clone, (args, kwargs))
+        self._arguments = None
+        return arguments
 
     def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a network with the random draws of the forward pass whose arguments were asked for."""
@@ -76,7 +57,7 @@ class Replay:
         if _are_saved_tensors_hooked():
             # A checkpoint's recomputation does not run this network again. Detached, a saved output does not hold the
             # graph that holds it.
-            hooks = torch.autograd.graph.saved_tensors_hooks(_keep, _kept_unchanged)
+            hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _unchanged)
         with forked_rng(self._device), hooks:
             of_cpu, *of_device = self._rng_states
             torch.set_rng_state(of_cpu)
@@ -84,24 +65,8 @@ class Replay:
                 torch.get_device_module(self._device).set_rng_state(state, self._device)
             return network(*args, **kwargs)
 
-    def forget(self) -> None:
-        """Forget the arguments of forward passes that were not replayed."""
-        self._kept = []
 
-
-def _keep(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor.detach(), version_of(tensor)
-
-
-def _kept_unchanged(kept: tuple[Tensor, int]) -> Tensor:
-    """Give a saved tensor, with the check that torch leaves out where tensors are saved by hooks."""
-    tensor, version = kept
-    if version_of(tensor) != version:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that the companion's backward pass needs has been modified by an "
-            "in-place operation since the forward pass.\n  Fix: write to input buffers after loss.backward(), or give "
-            "the model a copy, model(x.clone())"
-        )
+def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -114,14 +79,10 @@ def _are_saved_tensors_hooked() -> bool:
         return True
 
 
-def _detach(tensor: Tensor) -> Tensor:
-    # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one.
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-
-
 def _clone(tensor: Tensor) -> Tensor:
-    # No leaf where it needs a gradient, which the companion's forward could not write to.
-    return _detach(tensor).clone()
+    # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one. But no
+    # leaf, which the companion's forward could not write to.
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager[Any]:

@@ -70,10 +70,6 @@ class WideWeights:
         _copy(self.weights.values(), self.weights)
         self._written = _written(self.weights)
 
-    def narrow_gradients(self) -> list[Tensor]:
-        """Those of the network's parameters, which its backward passes have added up."""
-        return [half.grad for half in self.weights if half.grad is not None]
-
     def widen_gradients(self) -> None:
         """Before a step: move the gradients of the network's parameters to the weights."""
         self.read_network()
@@ -87,22 +83,13 @@ class WideWeights:
                 half.grad = None
         _copy(gradients, wide)
 
-    def follow_frozen(self) -> None:
-        """Let those weights train whose parameters do."""
-        for half, weight in self.weights.items():
-            weight.requires_grad_(half.requires_grad)
-
-    def clear_gradients(self) -> None:
-        """Drop the gradients of the network's parameters."""
-        for half in self.weights:
-            half.grad = None
-
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_written": None}  # of a copy they are others
+        self.read_network()
+        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._written = _written(self.weights)
+        self._written = _written(self.weights)  # of a copy they are others
 
 
 def _written(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -30,6 +30,8 @@ class Pull(NamedTuple):
         lengths: (N,); None for 1.
         norms: of the rows of slope, (N,), where slope is z - c; else None.
         lesson: what the forecaster learns from, without the labels: it may not read the logits again.
+        drawn: where the rows are those of a part of the batch: its numbers along the logits' dimension 0. The others
+            are not pulled.
     """
 
     value: Callable[..., Tensor]
@@ -39,6 +41,7 @@ class Pull(NamedTuple):
     lengths: Tensor | None = None
     norms: Tensor | None = None
     lesson: Any = None
+    drawn: Tensor | None = None
 
     def gradient(
         self,
@@ -53,6 +56,12 @@ class Pull(NamedTuple):
 
         ``added_to`` is another gradient, which it is added to. With ``overwrites`` it takes the memory of the slope.
         """
+        if self.drawn is not None:
+            whole = torch.zeros(shape, dtype=dtype, device=self.slope.device) if added_to is None else added_to
+            part = None if added_to is None else added_to.index_select(0, self.drawn)
+            size = torch.Size([len(self.drawn), *shape[1:]])
+            found = self._replace(drawn=None).gradient(size, dtype, class_dim, *scales, added_to=part)
+            return whole.index_copy(0, self.drawn, found)
         factor = self.factor
         of_rows = self.weights
         for scale in scales:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_not
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,26 +59,6 @@ def inner_of(base: Optimizer) -> Optimizer:
     candidates = (getattr(base, name, None) for name in ("base_optimizer", "optim"))
     inner = next((one for one in candidates if isinstance(one, Optimizer)), base)
     return inner if len(inner.param_groups) == len(base.param_groups) else base
-
-
-def optimizers_in(base: Optimizer) -> list[Optimizer]:
-    """An optimizer, and those that it holds: as attributes, in lists and in dictionaries, however deep."""
-    found: list[Optimizer] = []
-    seen: set[int] = set()
-    waiting: list[Any] = [base]
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Optimizer):
-            found.append(value)
-            waiting += [held for name, held in vars(value).items() if name not in ("state", "param_groups")]
-        elif isinstance(value, dict):
-            waiting += value.values()
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-    return found
 
 
 @contextmanager

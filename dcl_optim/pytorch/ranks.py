@@ -114,6 +114,11 @@ class DataParallelGroup:
         found = list(filter(None, map(_group_of, wrappers)))[:1]
         return found if found or self._has_looked else _groups_of_mesh(self._model)
 
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the group, from 0."""
+        return dist.get_rank(self._group) if self.size > 1 else 0
+
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
         if self._has_looked and not self._groups and dist.is_initialized() and dist.get_world_size() > 1:

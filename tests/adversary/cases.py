@@ -123,7 +123,6 @@ class Literal:
         functions = (self.case.loss, self.case.by_rows)
         settings: Any = {"weight": self.case.weight_at(self.steps), "alpha": self.case.alpha_at(self.steps)}
         if self.variant == "dcl":
-            settings["learns"] = self.steps % self.options.get("companion_every", 1) == 0
             dcl_step(self.model, self.companion, *self.optimizers, x, y, *functions, **settings)
             return
         labelled = y != IGNORED

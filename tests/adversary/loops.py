@@ -210,7 +210,7 @@ def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
         weight=draw(hundredths.map(lambda number: 3 * number) | growth),
         alpha=draw(hundredths | st.just(running_average) | growth),
     )
-    dcl = {"companion_every": st.sampled_from([1, 1, 2]), "companion_lr_scale": st.sampled_from([1.0, 0.5])}
+    dcl = {"companion_lr_scale": st.sampled_from([1.0, 0.5])}
     options = draw(st.fixed_dictionaries(dcl if variant == "dcl" else {"update": st.sampled_from(["rows", "batch"])}))
     return Loop(case, variant, options, ignores, consistent(events))
 

@@ -81,9 +81,7 @@ def test_a_graph_inside_the_inputs_is_the_models_alone(form: str) -> None:
         assert type(theirs) is type(mine)
         assert read(theirs) is not read(mine)
         assert read(theirs).requires_grad, "a reentrant checkpoint would skip its block without"
-        is_first = mine is given[0]  # of which there is a copy
-        assert is_first or read(theirs).is_leaf
-        assert is_first != (read(theirs).data_ptr() == read(mine).data_ptr())
+        assert read(theirs).data_ptr() != read(mine).data_ptr()
 
 
 def first_of(batch: list[Any]) -> Tensor:
@@ -170,25 +168,20 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("from_step", [0, 2])
 @pytest.mark.parametrize("change", CHANGES)
-def test_inputs_that_the_forward_edits_in_place_are_the_companions_as_the_model_got_them(change: str) -> None:
-    model, expected = Centered(CHANGES[change]), mlp()
+def test_inputs_that_the_forward_edits_in_place_are_the_companions_as_the_model_got_them(
+    change: str, from_step: int
+) -> None:
+    model, expected = Centered(CHANGES[change], from_step), mlp()
     optimizer, other = wrap(model), wrap(expected)
     train(model, optimizer, [(x.clone(), y) for x, y in DATA])
     edited = [(x.clone(), y) for x, y in DATA]
-    for x, _ in edited:
+    for x, _ in edited[from_step:]:
         CHANGES[change](x)
     train(expected, other, edited)
     assert_same(model.net, expected)
     assert_same(optimizer.companion.net, other.companion)
-
-
-def test_an_edit_that_begins_later_is_an_error_that_names_the_fix() -> None:
-    model = Centered(CHANGES["sub_"], from_step=2)
-    optimizer = wrap(model)
-    train(model, optimizer, [(x.clone(), y) for x, y in DATA[:2]])
-    with pytest.raises(RuntimeError, match=r"written to one of its inputs.*dcl_optim.*x = x\.clone\(\)"):
-        model(DATA[2][0].clone())
 
 
 def test_what_the_forward_takes_out_of_its_batch_is_there_for_the_companion() -> None:
@@ -206,14 +199,19 @@ def test_what_the_forward_takes_out_of_its_batch_is_there_for_the_companion() ->
     assert_same(found[0][1], found[1][1])
 
 
-def test_an_input_that_is_rewritten_before_the_backward_pass_raises_also_where_saved_tensors_have_hooks() -> None:
-    """The model's hooks copy what it saves; the companion, which has none of them, would read the next batch."""
-    model = mlp()
-    optimizer = wrap(model)
-    train(model, optimizer, batches(1))  # of the first inputs there are clones
-    x, y = one(5)
-    with torch.autograd.graph.save_on_cpu():
-        loss = F.cross_entropy(model(x), y)
-    x.zero_()
-    with pytest.raises(RuntimeError, match="has been modified by an in-place operation since the forward pass"):
-        loss.backward()
+def test_an_input_that_is_refilled_before_the_backward_pass_is_the_companions_as_it_was() -> None:
+    """The script's hooks copy what the model saves, and not what the companion does."""
+    found = []
+    for refills in (True, False):
+        model = mlp()
+        optimizer = wrap(model)
+        for x, y in batches(4):
+            optimizer.zero_grad()
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+                loss = F.cross_entropy(model(x), y)
+            if refills:
+                x.zero_()
+            loss.backward()
+            optimizer.step()
+        found.append(optimizer.companion)
+    assert_same(*found)

@@ -121,6 +121,7 @@ def in_groups(layers: int) -> DCLOptimizer:
 SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {
     "DCL": (lambda layers: dcl(Deep(layers)), plain),
     "DCL, two groups": (in_groups, plain),
+    "DCL, half the rows": (lambda layers: dcl(Deep(layers), companion_fraction=0.5), plain),
     "DCL, frozen layers shared": (head_only, plain),
     "DCL, float16": (lambda layers: dcl(Deep(layers).half()), plain),
     "DCP, term": (lambda layers: dcp(Deep(layers)), by_term),

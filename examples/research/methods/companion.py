@@ -19,12 +19,12 @@ SHARED = ("weight", "alpha", "distance")
 class CompanionLearning(Plain):
     """Deep Companion Learning (R. Zhu and V. Saligrama, ECCV 2024): the penalty of :class:`DCLOptimizer`.
 
-    Beside model and companion it reports the mean of their softmaxes. A ``companion_every`` above the number of steps
-    gives a companion that never learns, a control.
+    Beside model and companion it reports the mean of their softmaxes. With a ``companion_every`` above 1, as the
+    records name it, the companion never learns, a control: with alpha = 1 its target is its own prediction.
 
     Args:
         setting: what to train with.
-        options: DCLOptimizer's weight, alpha, distance, companion_lr_scale, companion_every and companion_fraction;
+        options: DCLOptimizer's weight, alpha, distance, companion_lr_scale and companion_fraction; companion_every;
             companion, a function that builds the network; and those of :class:`Plain`.
 
     Raises:
@@ -36,6 +36,8 @@ class CompanionLearning(Plain):
     def __init__(self, setting: Setting, **options: Any) -> None:
         arguments, others = _split(options)
         build = arguments.pop("companion", None)
+        if arguments.pop("companion_every", 1) > 1:
+            arguments["alpha"] = 1.0
 
         def wrap(base: Optimizer, model: nn.Module) -> Optimizer:
             return DCLOptimizer(base, model, companion=None if build is None else build(), **arguments)

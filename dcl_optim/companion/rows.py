@@ -1,0 +1,134 @@
+"""The rows of a batch that the companion sees, cut out of what the model was called with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dcl_optim.companion.replay import Arguments
+from dcl_optim.progress import are_close
+from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
+
+FEWEST = 2  # of which batch norm can take statistics
+ROUNDING = 0.03  # of kernels for batches of another size, as a share of the largest logit; half precision needs most
+NOT_CUT = (
+    "companion_fraction has no effect on a batch: the companion gets all rows, and a step takes as long as with "
+    "companion_fraction=1, about twice as long as plain training. No tensor that the model is called with has as many "
+    "rows as the logits, or the companion's logits of some rows alone (in evaluation mode) are not those that it has "
+    "for them in the whole batch.\n  Usual reasons: the batch is not in dimension 0 (time first), a list of images, a "
+    "graph, packed sequences, an argument with as many rows as the batch that belongs to no row (a mask), layers that "
+    "mix rows in evaluation too.\n  Fix: call the model with the batch in dimension 0 of its tensors; or leave out "
+    "companion_fraction"
+)
+
+
+Call = Callable[[Arguments], Tensor]
+
+
+class Rows:
+    """Draws the rows of each batch, where a network's logits of these do not depend on the others.
+
+    Whether they do is tried: once for each choice of arguments that have as many rows as the logits.
+
+    Args:
+        fraction: the share of the rows that are drawn.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._can_cut: dict[tuple[Any, ...], bool] = {}
+        self._said: set[str] = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a step. Its draws depend on its seed alone, so that a resumed run draws as the uninterrupted one."""
+        self._generator: torch.Generator | None = None
+
+    def draw(self, logits: Tensor, arguments: Arguments, network: nn.Module, call: Call, seed: int) -> Tensor | None:
+        """Draw the numbers of rows; None for all.
+
+        Rows are drawn, and not taken in a fixed pattern, since loaders sort by class or length, or repeat patterns.
+
+        Args:
+            logits: of the whole batch.
+            arguments: of the call that gave them.
+            network: the network.
+            call: gives its logits for arguments.
+            seed: of the first draw of a step; further ones go on from there.
+        """
+        length = len(logits)
+        number = max(math.ceil(self._fraction * length), FEWEST)
+        if number >= length:
+            return None
+        if self._generator is None:
+            self._generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randperm(length, generator=self._generator, device="cpu")[:number]
+        rows = drawn.to(logits.device, non_blocking=True)
+        args, kwargs = arguments
+        is_cut = [_has_rows(tensor, length) for tensor in tensors_of(arguments)]
+        case = (len(args), *kwargs, *is_cut)
+        if case not in self._can_cut:
+            with torch.no_grad(), _in_evaluation(network):
+                self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, call, length, rows)
+        if self._can_cut[case]:
+            return rows
+        warn_once(self._said, NOT_CUT)
+        return None
+
+
+def cut(arguments: Arguments, length: int, rows: Tensor) -> Any:
+    """Take rows of all tensors that have this length.
+
+    Examples:
+        >>> x, mask = torch.arange(6).view(3, 2), torch.ones(2)
+        >>> cut(((x,), {"mask": mask}), 3, torch.tensor([2, 0]))
+        ((tensor([[4, 5],
+                [0, 1]]),), {'mask': tensor([1., 1.])})
+    """
+
+    def of_rows(tensor: Tensor) -> Tensor:
+        return tensor.index_select(0, rows.to(tensor.device)) if _has_rows(tensor, length) else tensor
+
+    return map_tensors(of_rows, arguments)
+
+
+def _has_rows(tensor: Tensor, length: int) -> bool:
+    return not tensor.is_nested and tensor.shape[:1] == (length,)
+
+
+def _is_same_by_rows(arguments: Arguments, call: Call, length: int, rows: Tensor) -> bool:
+    """Whether the logits of rows in a part of the batch are those in the whole batch.
+
+    First the other rows are replaced by copies of these: a graph whose edges leave the part is then no error of an
+    index, which would end a process with a GPU.
+    """
+    repeated = rows.repeat(length // len(rows) + 1)[:length]
+    try:
+        whole = call(map_tensors(Tensor.clone, arguments))
+        expected = whole.index_select(0, rows)
+        for chosen in (repeated, rows):
+            found = call(cut(map_tensors(Tensor.clone, arguments), length, chosen))
+            has_shape = found.shape == (len(chosen), *whole.shape[1:])
+            if not has_shape or not (whole.is_meta or are_close(expected, found[: len(rows)], ROUNDING)):
+                return False
+    except Exception:  # whatever a model raises for a batch that it was not made for
+        return False
+    return True
+
+
+@contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Put layers into evaluation mode for a while, without what their own ``eval`` may do."""
+    training = [layer for layer in module.modules() if layer.training]
+    try:
+        for layer in training:
+            layer.training = False
+        yield
+    finally:
+        for layer in training:
+            layer.training = True

@@ -1,0 +1,480 @@
+"""companion_fraction: the companion gets a share of the rows of each batch, which alone are pulled (Table 10)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from dcl_optim import DCLOptimizer, distances
+from dcl_optim.layout import to_rows
+from dcl_optim.pull import pull_of
+from tests import reference
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    MODELS,
+    assert_same,
+    batch_norm_net,
+    batches,
+    dropout_net,
+    huber,
+    mlp,
+    on_two_ranks,
+    sgd,
+    train,
+    wrap,
+)
+from tests.reference import DrawnRows, HandDCL, assert_same_training, term_of
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-11}
+SIZES = (16, 16, 16, 7, 16, 5, 4, 3, 2, 16)  # last batches, of which two rows or all are left
+
+
+def of_sizes(sizes: Any = SIZES) -> list[tuple[Tensor, Tensor]]:
+    return [(x[:size], y[:size]) for size, (x, y) in zip(sizes, batches(len(sizes)), strict=True)]
+
+
+@pytest.mark.parametrize("way", ["line", "term"])
+@pytest.mark.parametrize(
+    ("name", "fraction", "distance"),
+    [
+        ("mlp", 0.25, "mse"),
+        ("dropout", 0.3, "mse"),
+        ("batch_norm", 0.5, "squared"),
+        ("mlp", 0.01, "kl"),
+        ("batch_norm", 0.25, "infonce"),
+        ("mlp", 0.5, "l1"),
+        ("mlp", 0.9, huber),
+    ],
+)
+def test_it_is_the_algorithm_on_the_drawn_rows(name: str, fraction: float, distance: Any, way: str) -> None:
+    """With a companion that is another network, of batches of all sizes; dropout masks are the companion's own."""
+    model, hand = MODELS[name](), MODELS[name]()
+    companion = MODELS[name](seed=3)
+    optimizer = wrap(model, companion=copy.deepcopy(companion), companion_fraction=fraction, distance=distance)
+    base, second = sgd(hand), sgd(companion)
+    data = of_sizes() + ([] if name == "batch_norm" else of_sizes([1]))
+    torch.manual_seed(3)
+    term = term_of(optimizer, way)
+    for x, y in data:
+        optimizer.zero_grad()
+        z = model(x)
+        (F.cross_entropy(z, y) + term(z, y)).backward()
+        optimizer.step()
+    drawn = torch.rand(2)
+    draw = DrawnRows(fraction)
+    torch.manual_seed(3)
+    function = distances.DISTANCES.get(distance, distance)
+    for x, y in data:
+        rows = draw(len(x))
+        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, function, rows=rows)
+        draw.end_step()
+    assert torch.equal(drawn, torch.rand(2)), "the script's generator is where it was"
+    assert_same(model, hand, **CLOSE)
+    assert_same(optimizer.companion, companion, **CLOSE)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("distance", ["squared", "mse", "l1"])
+def test_over_all_draws_the_mean_is_that_of_all_rows(distance: str, added: bool) -> None:
+    """Of the gradient of 4 images of 3 pixels, of which 2 are drawn."""
+    torch.manual_seed(0)
+    z, c, other = torch.randn(3, 4, CLASSES, 3).double().mul(4)
+    function = distances.DISTANCES[distance]
+
+    def gradient(rows: list[int]) -> Tensor:
+        pull = pull_of(function, to_rows(z[rows]), to_rows(c[rows]))
+        if len(rows) < 4:
+            pull = pull._replace(drawn=torch.tensor(rows))
+        return pull.gradient(z.shape, z.dtype, 1, 0.7, torch.tensor(2.0), added_to=other if added else None)
+
+    before = other.clone()
+    parts = [gradient(list(rows)) for rows in itertools.combinations(range(4), 2)]
+    assert_same(torch.stack(parts).mean(0), gradient([0, 1, 2, 3]), rtol=1e-12)
+    assert_same(other, before)
+
+
+# ---- loops -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["line", "term"])
+@pytest.mark.parametrize("fraction", [0.25, 0.5])
+@pytest.mark.parametrize("build", [mlp, batch_norm_net, dropout_net])
+def test_micro_batches_have_rows_of_their_own(build: Any, fraction: float, way: str) -> None:
+    """As autograd has it, with other factors and sizes in one step."""
+    optimizer = reference.wrap("dcl", build(), companion=build(3), companion_fraction=fraction)
+    hand = HandDCL(build(), companion=build(3), fraction=fraction)
+    for trained, by in ((optimizer, way), (hand, "term")):
+        term = term_of(trained, by)
+        torch.manual_seed(5)
+        for x, y in batches(6):
+            trained.zero_grad()
+            for factor, rows in ((0.5, slice(0, 8)), (0.2, slice(8, 13)), (0.3, slice(13, 16))):
+                z = trained.model(x[rows])
+                (factor * (F.cross_entropy(z, y[rows]) + term(z, y[rows]))).backward()
+            trained.step()
+    assert_same_training(optimizer, hand, **CLOSE)
+
+
+def test_the_rows_of_micro_batches_differ_and_in_the_end_all_are_seen() -> None:
+    """Row i moves column i of the companion's weight alone, so no row of a sorted loader is left out."""
+    model, companion = nn.Linear(16, 3, bias=False).double(), nn.Linear(16, 3, bias=False).double()
+    optimizer = wrap(model, companion=companion, companion_fraction=0.25)
+    seen = torch.zeros(16)
+    for step in range(40):
+        before = companion.weight.detach().clone()
+        optimizer.zero_grad()
+        for _ in range(2):
+            F.cross_entropy(model(torch.eye(16).double()), torch.arange(16) % 3).backward()
+        optimizer.companion_optimizer.state.clear()  # of its momentum
+        optimizer.step()
+        moved = (companion.weight != before).any(0)
+        seen += moved
+        if step:
+            assert 4 < moved.sum() <= 8
+    assert seen.min() > 8
+    assert seen.max() < 32
+
+
+def test_a_run_is_resumed_bit_for_bit() -> None:
+    """With dropout, and after a step that was skipped, as by a gradient scaler."""
+    data = list(batches(9))
+
+    def built(seed: int) -> tuple[nn.Module, Any]:
+        model = dropout_net(seed)
+        return model, wrap(model, companion_fraction=0.3)
+
+    def skip(model: nn.Module, optimizer: Any) -> None:
+        F.cross_entropy(model(data[0][0]), data[0][1]).backward()
+        optimizer.zero_grad()
+
+    model, optimizer = built(0)
+    train(model, optimizer, data[:4])
+    skip(model, optimizer)
+    again, other = built(9)
+    train(again, other, data[:1])
+    again.load_state_dict(model.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for network, trained_by in ((model, optimizer), (again, other)):
+        torch.manual_seed(3)
+        train(network, trained_by, data[4:])
+    assert_same(again, model)
+    assert_same(other.companion, optimizer.companion)
+    assert_same(other.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("build", [batch_norm_net, dropout_net])
+def test_with_a_weight_of_0_the_model_is_the_bases_bit_for_bit(build: Any) -> None:
+    model, alone = build(), build()
+    draws = []
+    for network, optimizer in ((model, wrap(model, weight=0.0, companion_fraction=0.25)), (alone, sgd(alone))):
+        torch.manual_seed(3)
+        train(network, optimizer, of_sizes())
+        draws.append(torch.rand(3))
+    assert_same(model, alone)
+    assert_same(*draws)
+
+
+def test_all_rows_are_no_part() -> None:
+    """0.999 of 16 rows: masks of dropout are the model's, and nothing is tried."""
+    found = []
+    for fraction in (1.0, 0.999):
+        torch.manual_seed(3)
+        optimizer = wrap(dropout_net(), companion_fraction=fraction)
+        train(optimizer.model, optimizer, batches(5))
+        found.append((optimizer.model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found)
+
+
+def train_rank(rank: int, folder: Path) -> None:
+    model, companion = nn.Linear(16, 3, bias=False).double(), nn.Linear(16, 3, bias=False).double()
+    parallel = DistributedDataParallel(model)
+    optimizer = DCLOptimizer(sgd(model), parallel, weight=1.0, companion=companion, companion_fraction=0.25)
+    for _ in range(2):
+        before = companion.weight.detach().clone()
+        optimizer.zero_grad()
+        F.cross_entropy(parallel(torch.eye(16).double()), torch.arange(16) % 3).backward()
+        optimizer.companion_optimizer.state.clear()  # of its momentum
+        optimizer.step()
+    drawn = set()
+    for number in range(2):
+        generator = torch.Generator().manual_seed(2 * 2 + number)
+        drawn |= set(torch.randperm(16, generator=generator)[:4].tolist())
+    assert set((companion.weight != before).any(0).nonzero().flatten().tolist()) == drawn
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+def test_ranks_have_rows_of_their_own_and_one_companion(tmp_path: Path) -> None:
+    on_two_ranks(train_rank, tmp_path)
+
+
+# ---- what is cut -----------------------------------------------------------------------------------------------------
+
+
+class Calls(nn.Module):
+    """Notes how many rows its logits have in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
+    def noted(self, logits: Tensor) -> Tensor:
+        if self.training:
+            self.lengths.append(len(logits))
+        return logits
+
+
+class Pixels(Calls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv2d(2, CLASSES, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.noted(self.net(x))
+
+
+class Tokens(Calls):
+    """A text model: a dictionary of ids and mask, logits (rows, tokens, classes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, batch: dict[str, Tensor], scale: float = 1.0, *, table: Any = None) -> dict[str, Tensor]:
+        h = self.embed(batch["ids"])
+        mean = (h * batch["mask"][..., None]).sum(1, keepdim=True) / batch["mask"].sum(1)[:, None, None]
+        return {"logits": self.noted(self.head(h + mean) * scale)}
+
+
+class WithTable(Calls):
+    """Has the embeddings of the classes as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, 4)
+
+    def forward(self, x: Tensor, *, table: Tensor) -> Tensor:
+        return self.noted(self.net(x) @ table.T)
+
+
+def test_dense_logits_are_cut_by_their_images() -> None:
+    torch.manual_seed(0)
+    start, other = Pixels().double(), Pixels().double()
+    optimizer = reference.wrap("dcl", copy.deepcopy(start), companion=copy.deepcopy(other), companion_fraction=0.25)
+    hand = HandDCL(copy.deepcopy(start), companion=copy.deepcopy(other), fraction=0.25)
+    for trained, way in ((optimizer, "line"), (hand, "term")):
+        torch.manual_seed(1)
+        data = [(torch.randn(n, 2, 3, 4).double(), torch.randint(CLASSES, (n, 3, 4))) for n in (8, 8, 12, 3)]
+        reference.train(trained, data, way, F.cross_entropy)
+    assert optimizer.companion.lengths == [8, 2, 3, 2]
+    assert_same(optimizer.model.net, hand.model.net, **CLOSE)
+    assert_same(optimizer.companion.net, hand.companion.net, **CLOSE)
+
+
+@pytest.mark.parametrize("way", ["line", "term"])
+def test_dictionaries_and_logits_with_the_classes_last_are_cut(way: str) -> None:
+    torch.manual_seed(0)
+    start, other = Tokens().double(), Tokens().double()
+    optimizer = wrap(copy.deepcopy(start), companion=copy.deepcopy(other), companion_fraction=0.5, distance="squared")
+    hand, companion = copy.deepcopy(start), copy.deepcopy(other)
+    base, second = sgd(hand), sgd(companion)
+    term = term_of(optimizer, way)
+    draw = DrawnRows(0.5)
+    for number in (6, 6, 6, 3):
+        ids, y = torch.randint(9, (number, 4)), torch.randint(CLASSES, (number, 4))
+        mask = (torch.rand(number, 4) > 0.3).double()
+        mask[:, 0] = 1.0
+        optimizer.zero_grad()
+        z = optimizer.model({"ids": ids, "mask": mask})["logits"]
+        (F.cross_entropy(z.flatten(0, 1), y.flatten()) + (term(z, y) if way == "term" else 0.0)).backward()
+        optimizer.step()
+        rows = draw(number)
+        draw.end_step()
+
+        def distance(z: Tensor, c: Tensor) -> Tensor:
+            return (z - c).square().mean((1, 2))
+
+        z = hand({"ids": ids, "mask": mask})["logits"]
+        part = slice(None) if rows is None else rows
+        c = companion({"ids": ids[part], "mask": mask[part]})["logits"]
+        base.zero_grad()
+        (F.cross_entropy(z.flatten(0, 1), y.flatten()) + distance(z[part], c.detach()).mean()).backward()
+        base.step()
+        second.zero_grad()
+        distance(c, c.detach() + 0.01 * (z[part] - c).detach()).mean().backward()
+        second.step()
+    assert optimizer.companion.lengths == [6, 3, 3, 2]
+    assert_same(optimizer.model.state_dict(), hand.state_dict(), **CLOSE)
+    assert_same(optimizer.companion.state_dict(), companion.state_dict(), **CLOSE)
+
+
+def test_a_table_is_not_cut_in_a_last_batch_of_as_many_rows() -> None:
+    """What fits by chance is found each time that other arguments would be cut."""
+    torch.manual_seed(0)
+    model = WithTable().double()
+    optimizer = wrap(model, companion_fraction=0.5)
+    table = torch.randn(CLASSES, 4).double()
+
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, table=table), y).backward()
+        optimizer.step()
+
+    for x, y in of_sizes([16, 16]):
+        step(x, y)
+    with pytest.warns(UserWarning, match="companion_fraction has no effect on a batch"):
+        step(*of_sizes([CLASSES])[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in of_sizes([16, CLASSES]):
+            step(x, y)
+    assert optimizer.companion.lengths == [16, 8, CLASSES, 8, CLASSES]
+
+
+def test_trying_leaves_no_trace() -> None:
+    """Neither in statistics nor in modes, layer by layer, nor in what the network notes in training."""
+
+    class Twisted(nn.Linear):
+        def train(self, mode: bool = True) -> Any:
+            assert not hasattr(self, "is_made") or mode, "as layers that merge weights in eval()"
+            return super().train(mode)
+
+    model = nn.Sequential(nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), Twisted(12, CLASSES)).double()
+    companion = copy.deepcopy(model)
+    for network in (model, companion):
+        network[2].is_made = True
+        network[1].training = False
+    optimizer = wrap(model, companion=companion, companion_fraction=0.25)
+    before = copy.deepcopy(companion[1].state_dict())
+    train(model, optimizer, batches(3))
+    assert [layer.training for layer in companion.modules()] == [True, True, False, True]
+    assert_same(companion[1].running_mean, before["running_mean"])
+
+
+# ---- what is not cut -------------------------------------------------------------------------------------------------
+
+
+class TimeFirst(Calls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(FEATURES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.noted(self.head(self.lstm(x)[0][-1]))
+
+
+class AllTimes(TimeFirst):
+    """Gives logits with the time first, which are no rows by themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.noted(self.head(self.lstm(x)[0]))
+
+
+class OfLists(Calls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp().float()
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        return self.noted(torch.stack([self.net(image).mean(0) for image in images]))
+
+
+class Graph(Calls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        self.has_left = getattr(self, "has_left", False) or bool(edges.max() >= len(x))
+        h = self.first(x)
+        return self.noted(self.second(h.index_add(0, edges[1], h[edges[0]])))
+
+
+class Masked(Calls):
+    """A mask of the tokens, of which there are as many as rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, CLASSES)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.noted(self.net((batch["x"] * batch["mask"]).mean(1, keepdim=True)))
+
+
+class BatchStatistics(Calls):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.BatchNorm1d(FEATURES, track_running_stats=False), nn.Linear(FEATURES, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.noted(self.net(x))
+
+
+class Padded(TimeFirst):
+    def forward(self, batch: Any) -> Tensor:
+        return self.noted(self.head(self.lstm(batch)[1][0][-1]))
+
+
+class TrainsOnly(OfLists):
+    """Raises in evaluation mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.training
+        return self.noted(self.net(x))
+
+
+N = 6
+NOT_CUT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], tuple[int, ...]]] = {
+    "time first": (TimeFirst, lambda: (torch.randn(5, N, FEATURES),), (N,)),
+    "as many times as rows": (TimeFirst, lambda: (torch.randn(N, N, FEATURES),), (N,)),
+    "logits with the time first": (AllTimes, lambda: (torch.randn(N, 3, FEATURES),), (N, 3)),
+    "list of images": (OfLists, lambda: ([torch.randn(2 + row % 2, FEATURES) for row in range(N)],), (N,)),
+    "as many lines as images": (OfLists, lambda: ([torch.randn(N, FEATURES) for row in range(N)],), (N,)),
+    "graph": (Graph, lambda: (torch.randn(N, FEATURES), torch.randint(N, (2, 9))), (N,)),
+    "mask": (Masked, lambda: ({"x": torch.randn(N, N), "mask": torch.rand(N)},), (N,)),
+    "mask of ones": (Masked, lambda: ({"x": torch.randn(N, N), "mask": torch.ones(N)},), (N,)),
+    "batch statistics": (BatchStatistics, lambda: (torch.randn(N, FEATURES),), (N,)),
+    "packed": (
+        Padded,
+        lambda: (pack_padded_sequence(torch.randn(4, N, FEATURES), torch.tensor([4, 3, 3, 2, 2, 1])),),
+        (N,),
+    ),
+    "no evaluation": (TrainsOnly, lambda: (torch.randn(N, FEATURES),), (N,)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CUT)
+def test_what_cannot_be_cut_runs_whole_with_one_warning_that_says_what_it_costs(name: str) -> None:
+    """Bit for bit as with a fraction of 1."""
+    build, make, shape = NOT_CUT[name]
+    found = []
+    for fraction in (1.0, 0.5):
+        torch.manual_seed(0)
+        model = build()
+        optimizer = wrap(model, companion_fraction=fraction)
+        expects = nullcontext() if fraction == 1 else pytest.warns(UserWarning, match="about twice as long as plain")
+        with expects as caught:
+            for _ in range(4):
+                arguments, y = make(), torch.randint(CLASSES, shape)
+                optimizer.zero_grad()
+                F.cross_entropy(model(*arguments).flatten(0, -2), y.flatten()).backward()
+                optimizer.step()
+        assert fraction == 1 or len(caught) == 1
+        assert optimizer.companion.lengths == [N] * 4
+        has_left = getattr(optimizer.companion, "has_left", False)
+        assert not has_left, "an index out of range ends a process with a GPU"
+        found.append((model.state_dict(), optimizer.companion.state_dict()))
+    assert_same(*found)
