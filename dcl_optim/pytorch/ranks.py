@@ -116,8 +116,11 @@ class DataParallelGroup:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the group, from 0."""
-        return dist.get_rank(self._group) if self.size > 1 else 0
+        """The number of this rank among those that train the model, from 0."""
+        number = 0
+        for group in self._groups:
+            number = number * dist.get_world_size(group) + dist.get_rank(group)
+        return number
 
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
