@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -116,10 +115,10 @@ class Algorithm:
         predicts = self.forecaster.predicts
         if not predicts:
             self.before_forward(module, args, kwargs)
-        # A call inside of this one, or in another thread, may have been no training forward pass.
-        if self.progress.thread != threading.get_ident() or not module.training or not torch.is_grad_enabled():
+        # Of calls inside of one another the inner one has the logits, unless it is no training forward pass.
+        if not self.progress.is_running or not module.training or not torch.is_grad_enabled():
             return
-        self.progress.thread = 0  # of a call inside of another one the logits are those of the loss
+        self.progress.is_running = False
         if self.uses_term and not predicts:
             return
         try:

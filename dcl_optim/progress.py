@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from enum import IntEnum
 from typing import Any
@@ -105,7 +104,7 @@ class Progress:
         not_finite: whether a batch was left out because its logits or its gradient were not finite.
         backward: the last backward pass, by autograd's number; -1 for none.
         is_cleared: whether ``zero_grad`` has cleared the gradients of these batches.
-        thread: the one in which a training forward pass runs; 0 for none.
+        is_running: whether a training forward pass runs.
         learns: whether the forecaster learns from the next batch: not from a closure's further evaluations.
     """
 
@@ -118,14 +117,14 @@ class Progress:
         # Changed by the script's calls of zero_grad and of step with a closure:
         self.is_cleared = False
         self.learns = True
-        self.thread = 0
+        self.is_running = False
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """The model is called for training."""
         self.stage = max(self.stage, Stage.FORWARD)
-        self.thread = threading.get_ident()
+        self.is_running = True
 
     def penalty_called(self, forward: Forward) -> None:
         """The script has called ``penalty`` with these logits."""
