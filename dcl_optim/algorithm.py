@@ -118,6 +118,7 @@ class Algorithm:
         predicts = self.forecaster.predicts
         if not predicts:
             self.before_forward(module, args, kwargs)
+        # Of calls inside of one another the inner one has the logits, unless it is no training forward pass.
         if not self.progress.is_running or not module.training or not torch.is_grad_enabled():
             return
         self.progress.is_running = False

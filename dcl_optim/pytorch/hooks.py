@@ -43,7 +43,8 @@ torch.serialization.add_safe_globals([_no_hook])
 class ModuleHooks:
     """The hooks of one optimizer on a model and the user's own module in it, while ``attached``; and that for logits.
 
-    If another optimizer wraps the model, ``replaced`` is called. A copy has none, and the listener makes them anew.
+    If another optimizer wraps the model, ``replaced`` is called. Those of a copy do
+    nothing: the listener attaches others.
     """
 
     def __init__(self, listener: Any, model: nn.Module, own: nn.Module, predicts: bool) -> None:
@@ -65,9 +66,6 @@ class ModuleHooks:
             handle.remove()
         self._handles = []
         self.attached = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"attached": self.attached, "_handles": []}
 
 
 _listeners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()

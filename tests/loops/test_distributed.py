@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,7 @@ def worker(rank: int, folder: Path) -> None:
     torch.save(trained_after_an_empty_batch_on_rank_1(rank), folder / f"empty {rank}.pt")
     train_in_groups(rank, folder)
     for variant in VARIANTS:
+        trained_with_a_copy_on_rank(rank, variant)
         torch.save(trained_with_a_batch_without_a_term(rank, variant), folder / f"some batches {variant} {rank}.pt")
 
 
@@ -84,6 +86,24 @@ def trained_on_rank(rank: int, variant: str, order: str, accumulate: int, way: s
         optimizer = wrap(variant, parallel)
     train_rank(rank, parallel, optimizer, batches(STEPS), accumulate, way)
     return snapshot(model, optimizer)
+
+
+def trained_with_a_copy_on_rank(rank: int, variant: str) -> None:
+    """A copy trains on the ranks of its own module, as its original does."""
+    parallel = DistributedDataParallel(mlp())
+    optimizer = wrap(variant, parallel)
+    train_rank(rank, parallel, optimizer, batches(3))
+    for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        again, second = copied((parallel, optimizer))
+        train_rank(rank, again, second, batches(3, seed=5))
+        assert second.forecaster._group.size == 2
+        assert_same(*gathered(learned(second)))
+
+
+def gathered(tensors: dict[str, Tensor]) -> list[Any]:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, tensors)
+    return found
 
 
 def trained_alone(variant):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 import types
 from typing import Any
@@ -152,6 +153,13 @@ def test_a_second_step_without_a_batch_is_refused_and_nothing_offered_that_train
     with pytest.raises(RuntimeError, match=r"(?s)an engine \(DeepSpeed\) has put.*Fix: call the engine") as raised:
         engine.step()
     assert "strict" not in str(raised.value)
+
+
+def test_a_copy_has_no_engine() -> None:
+    optimizer = train(Engine(*build(DCPOptimizer), "at once"), "line")
+    copied = pickle.loads(pickle.dumps(optimizer))
+    assert copied.logs()["step"] == STEPS
+    assert_same(learned(copied), learned(optimizer))
 
 
 @pytest.mark.parametrize("when", ["after", "before", "given"])

@@ -243,6 +243,11 @@ def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
     assert_same(dict(own(variant, optimizer)), dict(expected))
     assert optimizer.logs()["step"] == 3
 
+    state = optimizer.state_dict()
+    state["param_groups"][0][optimizer._key] = state.pop(optimizer._key)
+    for _ in range(2):  # which leaves the given one as it is
+        optimizer.load_state_dict(state)
+
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
         set_optimizer_state_dict(

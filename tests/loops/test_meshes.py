@@ -63,6 +63,9 @@ def four_ranks(rank: int, folder: Path) -> None:
         optimizer = sharded(variant, mesh)  # hybrid: shards in each half, copies of them in both
         train(optimizer.model, optimizer, data)
         save(optimizer, folder / f"hybrid {variant} {rank}.pt")
+        number = torch.tensor(float(rank))
+        optimizer.forecaster._group.broadcast([number])
+        assert number == 0
         optimizer = sharded(variant, mesh["shards"], seed=row)  # two models, each on two ranks
         halves = [(x.chunk(2)[column], y.chunk(2)[column]) for x, y in batches(STEPS)]
         train(optimizer.model, optimizer, halves)

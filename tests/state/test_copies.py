@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -54,6 +55,19 @@ def test_a_copy_of_a_model_that_holds_its_optimizer():
         train(twin, twin.trainer, batches(1))
     train(twin, wrap(twin), batches(2, seed=2))
     train(model, model.trainer, batches(1))
+
+
+@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
+def test_a_copy_keeps_nothing_of_its_original(kind):
+    model = mlp()
+    optimizer = kind(sgd(model), model)
+    train(model, optimizer, batches(2))
+    copied = copy.deepcopy((model, optimizer))
+    originals = [weakref.ref(one) for one in (model, optimizer, optimizer.forecaster)]
+    del model, optimizer
+    gc.collect()
+    assert [original() for original in originals] == [None] * 3
+    train(*copied, batches(2))
 
 
 def hooks(model):
