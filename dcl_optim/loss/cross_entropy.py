@@ -89,7 +89,6 @@ CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is s
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
 MAX_SHIFT = 0.1  # of the form's smoothing, by which that of a batch may differ
-LEAST_EVIDENCE = 4  # numbers that a form with a smoothing has to explain
 RIDGE = 1e-6  # of the number of entries, which decides where float32 leaves no digits of the spread
 
 PART = 2**18  # numbers of which a CPU's norm in float32 is wrong by at most 0.03 %; of 8M by 0.8 %
@@ -151,9 +150,8 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     size = g.amin(1) if form.smoothing == LOG else g.amax(1)
     live = size.bool()
     num_live = torch.linalg.vector_norm(size, 0, dtype=wide_dtype(z.dtype))  # counts in one kernel
-    tolerance = tolerance_of(z.dtype, g.dtype)
-    half_step = _half_step(g.dtype)
     roundoff = max(_roundoff(z.dtype), _roundoff(g.dtype))
+    half_step = _half_step(g.dtype)
     rounding = rounding_of(form, z)
     g = wide(g)
     p = _probabilities(form, z)
@@ -165,7 +163,7 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     whole = norm(g)
     a = _slope(form, roundoff, g, r, y, live, num_live) if smoothing else whole / norm(r)
     rest = norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
-    excess = torch.sub(rest, whole, alpha=tolerance)
+    excess = torch.sub(rest, whole, alpha=max(TOLERANCE, roundoff))
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
     scale = a * num_live
@@ -328,7 +326,7 @@ def is_beyond_doubt(reading: Reading, z: Tensor, g: Tensor) -> bool:
     """
     size = wide(g).abs().amax(1)
     size = size[size > 0.0]
-    if len(size) < 2 or len(size) * (z.shape[1] - 1) < LEAST_EVIDENCE:
+    if len(size) < 2 or len(size) * (z.shape[1] - 1) < 4:
         return False
     if z.shape[1] == 2 and size.amax() < 1.1 * size.amin():
         return False
