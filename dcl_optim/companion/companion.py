@@ -283,6 +283,13 @@ class Companion(Forecaster):
         if self._network is not None and self._options.companion is None:
             self._network.loaded_since = self._network.has_predicted
 
+    def create_state(self) -> None:
+        self.network.create_state()
+
+    def switch(self, mode: str) -> None:
+        if self._network is not None:
+            self._network.switch(mode)
+
     def state_dict(self) -> dict[str, Any]:
         return dict(NOT_MADE) if self._network is None else self._network.state_dict()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -160,7 +161,8 @@ class Network:
 
     def gradients_to_step(self, fills: bool) -> list[Tensor]:
         """The gradients of what the optimizer steps; ``fills`` gives zeros to each parameter that has none."""
-        self.wide.widen_gradients()
+        if self.wide.weights:
+            self.wide.widen_gradients()
         if fills:
             for parameter in filter(requires_grad, parameters_of(self.optimizer)):
                 if parameter.grad is None:
@@ -180,10 +182,26 @@ class Network:
                 draws = forked_rng(next(parameters_of(self.optimizer)).device)
             with draws, with_note(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
                 self.optimizer.step()
-            self.wide.write_network()
+            if self.wide.weights:
+                self.wide.write_network()
         else:
             count_as_step(self.optimizer)
         self.optimizer.zero_grad()
+
+    def create_state(self) -> None:
+        """Create the optimizer's state for torch.distributed.checkpoint to load into, by a step with gradients of 0."""
+        self._follow_options()
+        if not self.optimizer.state:
+            self.gradients_to_step(fills=True)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def switch(self, mode: str) -> None:
+        """Call the optimizer's method of this name, ``"train"`` or ``"eval"``, if it has one."""
+        if hasattr(self.optimizer, mode):
+            self.wide.read_network()
+            getattr(self.optimizer, mode)()
+            self.wide.write_network()
 
     def clear_gradients(self) -> None:
         """Drop the gradients."""
@@ -197,7 +215,8 @@ class Network:
         """The companion's tensors without what it shares with the model, and its optimizer's state."""
         self._follow_options()  # what the script has changed since the last step, as a scheduler does
         self.wide.read_network()
-        return {"begun": self.has_begun, "model": self.own_tensors(), "optimizer": self.optimizer.state_dict()}
+        optimizer = _with_keys(str, self.optimizer.state_dict())  # as torch.distributed.checkpoint makes all keys
+        return {"begun": self.has_begun, "model": self.own_tensors(), "optimizer": optimizer}
 
     def own_tensors(self) -> dict[str, Any]:
         """The state of the module, with weights of float32 in the place of parameters in half precision."""
@@ -213,7 +232,8 @@ class Network:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, or nothing of it."""
         with all_or_nothing(self.optimizer):
-            self.optimizer.load_state_dict(state["optimizer"])
+            saved = _with_keys(lambda key: int(key) if str(key).isdigit() else key, state["optimizer"])
+            self.optimizer.load_state_dict(saved)
             self.module.load_state_dict(state["model"], strict=False)
             for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if parameter in self.wide.weights:
@@ -242,6 +262,12 @@ def _trained_by(base: Optimizer) -> list[list[Tensor]]:
 
 def _numbers_of_groups(groups: list[list[Tensor]]) -> dict[Tensor, int]:
     return {parameter: number for number, group in enumerate(groups) for parameter in group}
+
+
+def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
+    if "state" not in state:
+        return state
+    return state | {"state": {convert(key): value for key, value in state["state"].items()}}
 
 
 _place = attrgetter("device", "dtype")

@@ -437,7 +437,7 @@ def test_a_first_batch_that_is_not_finite_is_no_reason_for_an_error(variant):
     [(False, 3, squares), (True, 1, squares), (False, 2, weighted), (False, 2, mixed), (False, 2, F.nll_loss)],
 )
 def test_later_batches_that_cannot_be_read_get_no_penalty_and_a_warning_says_so_once(resumes, num_read, loss, variant):
-    """That of logits by ``nll_loss`` has no positive entry: no row looks as if it had a gradient."""
+    """They end no run. That of logits by ``nll_loss`` has no positive entry: no row looks as if it had a gradient."""
     model = mlp()
     optimizer = wrap(variant, model)
     train(model, optimizer, vectors(num_read))
@@ -447,18 +447,14 @@ def test_later_batches_that_cannot_be_read_get_no_penalty_and_a_warning_says_so_
     before = copy.deepcopy(learned(optimizer))
     what = "labels" if variant == "dcp" else "factor"
     with pytest.warns(UserWarning, match=rf"(?s)a batch gets no penalty: .*cannot read the {what}") as caught:
-        train(model, optimizer, vectors(19), loss)
+        train(model, optimizer, vectors(25), loss)
     assert len(caught) == 1
-    train(bare, base, vectors(19), loss)
+    train(bare, base, vectors(25), loss)
     assert_same(model, bare)
     assert_same(learned(optimizer), before)
     assert math.isnan(optimizer.logs()["penalty"])
-    assert optimizer.logs()["skipped"] == 19
+    assert optimizer.logs()["skipped"] == 25
     assert optimizer.state_dict()[optimizer._key]["loss"]["scale"] == pytest.approx(1.0)
-    if resumes:
-        model, optimizer = resume(optimizer, model)
-    with pytest.raises(RuntimeError, match=rf"20 batches in a row got no penalty: .*cannot read the {what}"):
-        train(model, optimizer, vectors(1), loss)
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -489,27 +485,16 @@ def test_after_100_steps_nothing_ends_the_run(variant, resumes):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_one_batch_in_20_that_can_be_read_is_enough(variant):
-    """As where class weights begin in a later epoch, of batches whose labels have one weight now and then."""
-    model = mlp()
-    optimizer = wrap(variant, model)
-    for times in range(3):
-        train(model, optimizer, vectors(1))
-        with pytest.warns(UserWarning, match="a batch gets no penalty") if times == 0 else nullcontext():
-            train(model, optimizer, vectors(19), weighted)
-    assert optimizer.logs()["skipped"] == 3 * 19
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_where_values_may_not_be_read_many_unread_batches_are_an_error_in_the_next_step_that_may(variant, monkeypatch):
+def test_where_values_may_not_be_read_unread_batches_are_warned_of_in_the_next_step_that_may(variant, monkeypatch):
     monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
     model = mlp()
     optimizer = wrap(variant, model)
     train(model, optimizer, vectors(66))  # 64 is a step that may
     train(model, optimizer, vectors(33), squares)
     assert optimizer.logs()["skipped"] == 33
-    with pytest.raises(RuntimeError, match="20 batches in a row got no penalty"):
+    with pytest.warns(UserWarning, match="a batch gets no penalty"):
         train(model, optimizer, vectors(1), squares)  # the hundredth
+    assert optimizer.logs()["skipped"] == 34
 
 
 @pytest.mark.parametrize("comes_first", [False, True])
@@ -533,8 +518,8 @@ def test_a_loss_of_another_forward_pass_that_is_not_read_is_skipped_beside_one_t
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_forward_pass_has_its_penalty_if_one_of_its_losses_is_read(variant):
-    """A further loss of the same logits has a backward pass of its own, before the cross-entropy's."""
+def test_a_further_loss_of_the_same_logits_is_skipped_and_the_cross_entropy_has_its_penalty(variant):
+    """It has a backward pass of its own, before the cross-entropy's."""
     model = mlp()
     optimizer = wrap(variant, model)
     for step, (x, y) in enumerate(vectors(25)):
@@ -546,7 +531,7 @@ def test_a_forward_pass_has_its_penalty_if_one_of_its_losses_is_read(variant):
         F.cross_entropy(z, y).backward()
         optimizer.step()
         assert optimizer.logs()["penalty"] > 0 or step == 0
-    assert optimizer.logs()["skipped"] == 0
+    assert optimizer.logs()["skipped"] == 22
 
 
 # ---- the number of classes, and their dimension ----------------------------------------------------------------------
@@ -755,11 +740,13 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
             results.append(optimizer.logs()["penalty"])
         results.append((model.state_dict(), learned(optimizer)))
     first, second = results[:9], results[9:]
-    assert math.isnan(first[5]) is (batch != "other factor")
-    if batch != "other factor" and variant == "dcl":  # the companion's momentum moves on where the step did not wait
-        first, second = first[:6], second[:6]
-    assert first[:8] == pytest.approx(second[:8], rel=1e-9, nan_ok=True)
-    assert_same(first[8:], second[8:], rtol=1e-9, atol=1e-11)
+    if batch != "other factor":
+        assert math.isnan(first.pop(5))
+        assert second.pop(5) == 0.0  # of a batch that nobody has looked at
+        if variant == "dcl":  # the companion's momentum moves on where the step did not wait
+            first, second = first[:5], second[:5]
+    assert first[:-1] == pytest.approx(second[:-1], rel=1e-9, nan_ok=True)
+    assert_same(first[-1:], second[-1:], rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty")

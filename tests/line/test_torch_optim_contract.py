@@ -50,7 +50,7 @@ def test_step_and_state_hooks_fire_once_and_may_replace_the_state():
 def test_repr_shows_what_was_chosen_and_the_base():
     model = mlp()
     optimizer = wrap(model)
-    assert repr(optimizer).startswith("DCLOptimizer(weight=1, alpha=0.99, distance=mse, model=Sequential)\nSGD (")
+    assert repr(optimizer).startswith("DCLOptimizer(weight=1.0, alpha=0.99, distance=mse, model=Sequential)\nSGD (")
     kl = functools.partial(distances.kl, temperature=2.0)
     for arguments, chosen in (
         ({"distance": kl}, "distance=kl, "),

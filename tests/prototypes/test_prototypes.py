@@ -326,7 +326,7 @@ def test_prototypes_and_a_state_that_are_held_or_were_loaded_are_not_written_to(
 def test_a_state_of_another_number_of_classes_is_refused_where_it_is_given_else_at_the_first_batch():
     state, model = trained(2)[1].state_dict(), network()
     model[2] = nn.Linear(9, 9).double()
-    with pytest.raises(ValueError, match="num_classes=9 but there are 12"):
+    with pytest.raises(ValueError, match=r"prototypes has shape \(12, 12\) for 'values', expected \(9, 9\)"):
         wrap(model, num_classes=9).load_state_dict(copy.deepcopy(state))
     optimizer = wrap(model, num_classes=None)
     optimizer.load_state_dict(state)
