@@ -114,7 +114,7 @@ class Companion(Forecaster):
 
     def _start(self) -> None:
         """Begin with nothing to learn."""
-        self._rows.restart()
+        self._rows.generator = None
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._has_predicted = False  # in this step
         self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn

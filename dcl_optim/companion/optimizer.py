@@ -88,6 +88,9 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
         raise ValueError(
             f"the {kind.__name__} could not be copied for the companion ({error!r}); {PASS_ANOTHER}"
         ) from error
+    for held in memo.values():
+        if isinstance(held, Optimizer):
+            held.state.clear()
     for group in copied.param_groups:
         group.pop("param_names", None)
     if kind is Adagrad:  # torch before 2.14 makes its state in the constructor alone

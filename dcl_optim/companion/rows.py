@@ -37,17 +37,17 @@ class Rows:
 
     Args:
         fraction: the share of the rows that are drawn.
+
+    Attributes:
+        generator: of the draws of this step, which depend on its seed alone: a resumed run draws as the uninterrupted
+            one. None before the first.
     """
 
     def __init__(self, fraction: float) -> None:
         self._fraction = fraction
         self._can_cut: dict[tuple[Any, ...], bool] = {}
         self._said: set[str] = set()
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a step. Its draws depend on its seed alone, so that a resumed run draws as the uninterrupted one."""
-        self._generator: torch.Generator | None = None
+        self.generator: torch.Generator | None = None
 
     def draw(self, logits: Tensor, arguments: Arguments, network: nn.Module, call: Call, seed: int) -> Tensor | None:
         """Draw the numbers of rows; None for all.
@@ -65,13 +65,12 @@ class Rows:
         number = max(math.ceil(self._fraction * length), FEWEST)
         if number >= length:
             return None
-        if self._generator is None:
-            self._generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randperm(length, generator=self._generator, device="cpu")[:number]
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randperm(length, generator=self.generator, device="cpu")[:number]
         rows = drawn.to(logits.device, non_blocking=True)
-        args, kwargs = arguments
         is_cut = [_has_rows(tensor, length) for tensor in tensors_of(arguments)]
-        case = (len(args), *kwargs, *is_cut)
+        case = (len(arguments[0]), *arguments[1], *is_cut)
         if case not in self._can_cut:
             with torch.no_grad(), _in_evaluation(network):
                 self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, call, length, rows)

@@ -165,6 +165,17 @@ def test_the_optimizers_that_a_base_holds_follow_its_schedule_in_the_companion_t
     assert_same(runs[0][1], runs[1][1])
 
 
+@pytest.mark.parametrize("kept_as", ["muon", "list", "dictionary"])
+def test_those_that_have_stepped_begin_without_their_state_in_the_companion(kept_as: str) -> None:
+    model = mlp()
+    base = HoldsOthers(groups_by_shape(model), kept_as)
+    train(model, base, batches(2))
+    before = copy.deepcopy([one.state_dict() for one in base._inner()])
+    optimizer = DCLOptimizer(base, model, weight=1.0)
+    assert not any(one.state for one in optimizer.companion_optimizer._inner())
+    assert_same([one.state_dict() for one in base._inner()], before)
+
+
 class Holding(torch.optim.SGD):
     """Holds something that no copy can be made of."""
 

@@ -179,7 +179,7 @@ FAULTS = [
     Fault("companion's gradients pile up", "companion.network:Network.step",
           drop("self.optimizer.zero_grad()"), "reference"),
     Fault("first rows instead of drawn ones", "companion.rows:Rows.draw",
-          replace("torch.randperm(length, generator=self._generator, device='cpu')", "torch.arange(length)"),
+          replace("torch.randperm(length, generator=self.generator, device='cpu')", "torch.arange(length)"),
           "fraction"),
     Fault("rows cut untried", "companion.rows:_is_same_by_rows", begin("return True"), "fraction"),
     Fault("options not followed", "companion.network:Network._follow_options", NOTHING,
