@@ -88,6 +88,7 @@ CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
+FEW = 512  # classes
 MAX_SHIFT = 0.1  # of the form's smoothing, by which that of a batch may differ
 RIDGE = 1e-6  # of the number of entries, which decides where float32 leaves no digits of the spread
 
@@ -303,19 +304,19 @@ def choices(z: Tensor, g: Tensor) -> list[Form]:
 
 
 def plain_forms(z: Tensor) -> list[Form]:
-    """The form without smoothing, for each arithmetic and layout that a loss may have."""
-    arithmetics = (True,) if z.dtype.itemsize >= 4 else (True, False)
-    return [Form(0.0, *options) for options in itertools.product(arithmetics, (True, False))]
+    """The form without smoothing, for each arithmetic and layout that a loss may have.
+
+    In float32 the sum of few numbers is the same along both, but for the last digit.
+    """
+    if z.dtype.itemsize >= 4:
+        return [Form(0.0), Form(0.0, True, False)][: 2 if z.shape[1] > FEW else 1]
+    return [Form(0.0, *options) for options in itertools.product((True, False), (True, False))]
 
 
 def best(readings: dict[Form, Reading]) -> Form | None:
-    """The form that leaves the least of a gradient, or a simpler one that leaves hardly more. Synchronizes."""
+    """The form that leaves the least of a gradient, or no smoothing if that leaves hardly more. Synchronizes."""
     rests = {form: float(reading.rest) for form, reading in readings.items() if bool(reading.fits)}
-    return min(rests, key=lambda form: rests[form] * _complexity(form), default=None)
-
-
-def _complexity(form: Form) -> float:
-    return (1.5 if form.smoothing else 1.0) * (2.0 if form.in_float32 > form.classes_last else 1.0)
+    return min(rests, key=lambda form: rests[form] * (1.5 if form.smoothing else 1.0), default=None)
 
 
 def is_beyond_doubt(reading: Reading, z: Tensor, g: Tensor) -> bool:

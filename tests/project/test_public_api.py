@@ -30,8 +30,8 @@ dcl_optim.DCPOptimizer(base_optimizer, model, *, weight='auto', num_classes=None
     .penalty(self, logits, labels, *, ignore_index=-100)
     .prototypes
 dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, logits=None, process_group='auto', companion=None,
-        companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0, alpha=0.99,
-        distance='mse', strict=True)
+        companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0, alpha=0.99, distance='mse',
+        strict=True)
     .companion
     .companion_optimizer
     .penalty(self, logits)
@@ -78,6 +78,7 @@ dcl_optim.forecaster.Forecaster()
     .before_forward(self, args, kwargs, step_number)
     .check_state(self, state)
     .check_values(self)
+    .create_state(self)
     .end_backward(self)
     .figures(self)
     .forget(self)
@@ -93,8 +94,9 @@ dcl_optim.forecaster.Forecaster()
     .pull(self, forward, labels)
     .reads_labels = False
     .state_dict(self)
+    .switch(self, mode)
     .train_accuracy(self)
-dcl_optim.pull.Pull(value, slope, factor, weights=None, lengths=None, norms=None, lesson=None)
+dcl_optim.pull.Pull(value, slope, factor, weights=None, lengths=None, norms=None, lesson=None, drawn=None)
     .gradient(self, shape, dtype, class_dim, *scales, added_to=None, overwrites=False)
 dcl_optim.pull.pull_of(distance, z, c, weights=None, number=None)
 dcl_optim.forecaster.Labels(rows, number)
@@ -106,7 +108,6 @@ dcl_optim.companion.replay.Replay()
     .arguments(self, args, kwargs)
     .before_forward(self, args, kwargs, device)
     .call(self, network, args, kwargs)
-    .forget(self)
 dcl_optim.layout.to_rows(tensor, class_dim=1)
 dcl_optim.layout.from_rows(rows, shape, class_dim=1)
 dcl_optim.layout.wide(tensor)
