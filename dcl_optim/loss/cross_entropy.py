@@ -69,7 +69,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -144,26 +143,27 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
         >>> reading.labels, round(reading.scale.item(), 4), reading.fits
         (tensor([0, 2]), 8.0, tensor(True))
     """
-    norm = _norm_of(z)
+    norm = torch.linalg.vector_norm if z.numel() <= PART else _norm_by_rows
     num_rows, num_classes = z.shape
     smoothing = max(form.smoothing, 0.0)
     # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
     size = g.amin(1) if form.smoothing == LOG else g.amax(1)
     live = size.bool()
     num_live = torch.linalg.vector_norm(size, 0, dtype=wide_dtype(z.dtype))  # counts in one kernel
-    roundoff = max(_roundoff(z.dtype), _roundoff(g.dtype))
+    roundoff = _roundoff_of(z.dtype, g.dtype)
     half_step = _half_step(g.dtype)
-    rounding = rounding_of(form, z)
+    rounding = rounding_of(form.in_float32, z.dtype, num_classes)
     g = wide(g)
     p = _probabilities(form, z)
-    y = _smoothed_labels(p, g, live, smoothing) if smoothing else _hard_labels(p, g)
+    # Of entries that are all zero, as of a certain label, the likeliest.
+    y = _smoothed_labels(p, g, live, smoothing) if smoothing else torch.add(g, p, alpha=-TINY).argmin(1)
     r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add")  # p - q
     if smoothing:
         r.sub_(smoothing / num_classes)
     r.mul_(live.unsqueeze(1))
     whole = norm(g)
     a = _slope(form, roundoff, g, r, y, live, num_live) if smoothing else whole / norm(r)
-    rest = norm(torch.addcmul(g, r, a, value=-1.0))  # nan if no row is live
+    rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))  # nan if no row is live
     excess = torch.sub(rest, whole, alpha=max(TOLERANCE, roundoff))
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
@@ -184,19 +184,17 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
 @functools.cache
 def tolerance_of(z: torch.dtype, g: torch.dtype) -> float:
     """The share of a gradient that rounding may leave unexplained, for these dtypes of logits and gradient."""
-    return max(TOLERANCE, _roundoff(z), _roundoff(g))
-
-
-def _norm_of(rows: Tensor) -> Callable[[Tensor], Tensor]:
-    return torch.linalg.vector_norm if rows.numel() <= PART else _norm_by_rows
+    return max(TOLERANCE, _roundoff_of(z, g))
 
 
 def _norm_by_rows(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(torch.linalg.vector_norm(rows, dim=1))
 
 
-def _roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2.0
+@functools.cache
+def _roundoff_of(*dtypes: torch.dtype) -> float:
+    """The unit roundoff of the narrowest dtype."""
+    return max(torch.finfo(dtype).eps for dtype in dtypes) / 2.0
 
 
 @functools.cache
@@ -211,10 +209,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rounding_of(form: Form, z: Tensor) -> float:
-    """How far r may be off in each row of logits."""
-    rounding = ROUNDING + z.shape[1] * _roundoff(wide_dtype(z.dtype))
-    return rounding if form.in_float32 else rounding + 4.0 * _roundoff(z.dtype) ** 2
+@functools.cache
+def rounding_of(in_float32: bool, dtype: torch.dtype, num_classes: int) -> float:
+    """How far r may be off in each row of logits of this dtype, by the arithmetic of the softmax."""
+    rounding = ROUNDING + num_classes * _roundoff_of(wide_dtype(dtype))
+    return rounding if in_float32 else rounding + 4.0 * _roundoff_of(dtype) ** 2
 
 
 def _probabilities(form: Form, z: Tensor) -> Tensor:
@@ -238,12 +237,12 @@ def _slope(form: Form, roundoff: float, g: Tensor, r: Tensor, y: Tensor, live: T
     sum_r = label_r.sum()
     sum_g = g.gather(1, labels).sum()
     r.scatter_(1, labels, 0.0)
-    others_r = -sum_r
-    others_g = -sum_g
-    if roundoff > _roundoff(torch.float32):  # rows that are rounded do not sum to 0
+    others_r = sum_r  # negative, as the sum of g: their products below are those of the others
+    others_g = sum_g
+    if roundoff > _roundoff_of(torch.float32):  # rows that are rounded do not sum to 0
         others_r = r.sum()
         others_g = g.sum() - sum_g
-    squares = _norm_of(r)(r).square()
+    squares = _norm_by_rows(r).square()
     prior = (roundoff * num_classes / (MAX_SHIFT * form.smoothing)) ** 2 / (3.0 * num_rows * num_others)
     mean_r = others_r / torch.add(num_live * (num_others * (1.0 + RIDGE)), squares, alpha=prior)
     product = torch.addcmul((g * r).sum(), others_g, mean_r, value=-1.0)
@@ -253,10 +252,6 @@ def _slope(form: Form, roundoff: float, g: Tensor, r: Tensor, y: Tensor, live: T
     shift = (shift.clamp(-most, most) * live).unsqueeze(1)
     r.add_(shift, alpha=1.0 / num_others).scatter_(1, labels, label_r.sub_(shift))
     return a
-
-
-def _hard_labels(p: Tensor, g: Tensor) -> Tensor:
-    return torch.add(g, p, alpha=-TINY).argmin(1)  # of entries that are all zero, as of a certain label, the likeliest
 
 
 def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
