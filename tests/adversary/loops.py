@@ -17,7 +17,7 @@ from tests.helpers import linear_growth, running_average, through_a_file
 from tests.reference import term_of
 
 CLEARS = ("optimizer", "optimizer, in place", "model", "base", "model, in place", "base, in place")
-TELLING = CLEARS[:4]  # that a step was skipped: in place, only the wrapper knows (docs/supported.md, limit 2)
+TELLING = CLEARS[:2]  # that a step was skipped: only the wrapper knows (docs/supported.md, limit 2)
 STEPS = ("plain", "scaler", "closure")
 PARTS = ("plain, accumulation", "scaler, accumulation", "closure, accumulation", "plain, halves")
 SKIPPED = ("skip", "not finite", "skip, accumulation")  # leave gradients that no step takes
