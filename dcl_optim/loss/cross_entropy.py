@@ -317,7 +317,7 @@ def best(readings: dict[Form, Reading]) -> Form | None:
 def is_beyond_doubt(reading: Reading, z: Tensor, g: Tensor) -> bool:
     """Whether rows of which the model is certain have one form as surely as others. Synchronizes.
 
-    Not if rounding is all that is left of r; nor one row, which may have a factor of its own; nor too few numbers for
+    Not if rounding is all that is left of r; nor one row, which may have another factor; nor too few numbers for
     factor and smoothing; nor two classes whose rows are all alike, which are on a line with any loss.
     """
     size = wide(g).abs().amax(1)

@@ -1,6 +1,6 @@
 """DeepSpeed's engine, which calls the model and steps the optimizer.
 
-It may put parameters of its own in the place of the model's, steps each parameter group alone, and leaves out the step
+It may put its parameters in the place of the model's, steps each parameter group alone, and leaves out the step
 of a batch whose gradient overflows.
 """
 
