@@ -134,6 +134,10 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
         assert repr(dcl.state_dict()) == before
     with pytest.raises(ValueError, match=r"state of the prototypes has shape \(3, 3\).*expected \(5, 5\)"):
         dcp.load_state_dict(fewer_classes.state_dict())
+    trained = DCPOptimizer(BASES["sgd"](three.parameters()), three)
+    train(three, trained, batches(1))
+    with pytest.raises(ValueError, match=r"state of the prototypes has shape \(3, 3\).*expected \(5, 5\)"):
+        trained.load_state_dict(fewer_classes.state_dict())
     sgd_state = dcl.state_dict()
     sgd_state["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["param_groups"] = []
     with pytest.raises(ValueError, match="different number of parameter groups"):
