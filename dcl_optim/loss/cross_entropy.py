@@ -309,9 +309,13 @@ def plain_forms(z: Tensor) -> list[Form]:
 
 
 def best(readings: dict[Form, Reading]) -> Form | None:
-    """The form that leaves the least of a gradient, or no smoothing if that leaves hardly more. Synchronizes."""
-    rests = {form: float(reading.rest) for form, reading in readings.items() if bool(reading.fits)}
-    return min(rests, key=lambda form: rests[form] * (1.5 if form.smoothing else 1.0), default=None)
+    """The form that leaves the least of a gradient, or a plainer one that leaves hardly more. Synchronizes."""
+    weighed = {
+        form: float(reading.rest) * (1.5 if form.smoothing else 1.0) * (1.0 if form.classes_last else 1.1)
+        for form, reading in readings.items()
+        if bool(reading.fits)
+    }
+    return min(weighed, key=weighed.__getitem__, default=None)
 
 
 def is_beyond_doubt(reading: Reading, z: Tensor, g: Tensor) -> bool:
