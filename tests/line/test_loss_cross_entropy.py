@@ -182,6 +182,7 @@ def test_what_rounding_is_allowed_explains_no_other_gradient(factor):
 # ---- random losses ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("readable", [True, False])
 def test_random_losses(readable):
     """A choice of the cases of tests/adversary: in trainings, no row has a wrong label, and no scale is off."""

@@ -253,6 +253,7 @@ def test_nothing_learns_from_a_gradient_of_zero(variant):
     assert optimizer.logs()["skipped"] == 0
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_that_are_zero_or_not_finite_are_not_among_the_batches_that_tell_nothing(variant):
     torch.manual_seed(0)
@@ -294,6 +295,7 @@ def certain() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, [(F.one_hot(labels, FEATURES) + 0.02 * torch.randn(16, FEATURES).double(), labels) for labels in y]
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_after_20_batches_that_tell_nothing_the_loss_is_refused(variant):
     torch.manual_seed(0)
@@ -306,6 +308,7 @@ def test_after_20_batches_that_tell_nothing_the_loss_is_refused(variant):
         train(model, optimizer, data[19:20])
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("script", [a_prior, certain])
 def test_a_model_that_is_certain_of_every_row_is_read_from_the_20th_batch_on_with_one_warning(script, variant):
@@ -327,6 +330,7 @@ def test_a_model_that_is_certain_of_every_row_is_read_from_the_20th_batch_on_wit
         train(model, optimizer, [(0.1 * x, y) for x, y in data[:1]], weighted)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("loss", [weighted, mixed])
 def test_other_losses_of_a_model_that_is_certain_of_every_row_are_refused_at_the_20th_batch(loss):
     torch.manual_seed(0)
@@ -430,6 +434,7 @@ def test_a_first_batch_that_is_not_finite_is_no_reason_for_an_error(variant):
     assert_same(learned(optimizer), learned(other))
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("resumes", "num_read", "loss"),
@@ -456,6 +461,7 @@ def test_later_batches_that_cannot_be_read_get_no_penalty_and_a_warning_says_so_
     assert optimizer.state_dict()[optimizer._key]["loss"]["scale"] == pytest.approx(1.0)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_after_100_steps_nothing_ends_the_run(variant, resumes):
@@ -483,6 +489,7 @@ def test_after_100_steps_nothing_ends_the_run(variant, resumes):
     assert optimizer.logs()["skipped"] == 70
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_where_values_may_not_be_read_unread_batches_are_warned_of_in_the_next_step_that_may(variant, monkeypatch):
     monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
@@ -496,6 +503,7 @@ def test_where_values_may_not_be_read_unread_batches_are_warned_of_in_the_next_s
     assert optimizer.logs()["skipped"] == 34
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("comes_first", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_loss_of_another_forward_pass_that_is_not_read_is_skipped_beside_one_that_is(variant, comes_first):
@@ -516,6 +524,7 @@ def test_a_loss_of_another_forward_pass_that_is_not_read_is_skipped_beside_one_t
     assert optimizer.logs()["skipped"] == 25
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_further_loss_of_the_same_logits_is_skipped_and_the_cross_entropy_has_its_penalty(variant):
     """It has a backward pass of its own, before the cross-entropy's."""

@@ -87,6 +87,7 @@ class Several(nn.Module):
         return self.form(features, logits, F.cross_entropy(logits, torch.zeros(len(x)).long(), reduction="none"))
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
 def test_the_error_of_logits_that_are_another_tensor_of_the_output_names_the_argument(kind):
     """The first tensor with rows and classes is taken; its gradient is that of the head after it."""

@@ -57,6 +57,7 @@ OF_DCL: dict[str, Case] = {
 }
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(("variant", "what"), [("dcp", what) for what in OF_DCP] + [("dcl", what) for what in OF_DCL])
 def test_a_wrong_argument_is_named_and_leaves_nothing(variant: str, what: str) -> None:
     optimizer, calm = (wrap(variant, mlp()) for _ in range(2))
@@ -71,6 +72,7 @@ def test_a_wrong_argument_is_named_and_leaves_nothing(variant: str, what: str) -
     assert_same_training(optimizer, train(calm, [*data[:2], data[3]]))
 
 
+@pytest.mark.guard
 def test_dcl_needs_no_labels_and_says_which_output_is_the_logits() -> None:
     optimizer, (x, y) = wrap("dcl", TwoHeads()), next(batches(1))
     z, side = optimizer.model(x)
@@ -80,6 +82,7 @@ def test_dcl_needs_no_labels_and_says_which_output_is_the_logits() -> None:
         optimizer.penalty(side)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])
 def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(what: str) -> None:
     optimizer, (x, y) = wrap("dcl", mlp()), next(batches(1))
