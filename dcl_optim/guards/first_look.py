@@ -1,4 +1,7 @@
-"""Whether what the first batches show are logits and classes at all: at least eight rows are looked at."""
+"""Whether what the first batches show are logits and classes at all: at least eight rows are asked.
+
+Not in guards.py, which says when a question is asked: these are the only ones about values.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ RESHAPING = ("ToCopy", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Transpose"
 
 
 class FirstLook:
-    """Counts the rows that were looked at.
+    """Counts the rows that were asked.
 
     Attributes:
         is_over: whether nothing is to be asked any more.

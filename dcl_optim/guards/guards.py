@@ -30,7 +30,7 @@ class Guards:
 
     Args:
         name: of the optimizer.
-        model, base, forecaster, reader: what is looked at, and never changed.
+        model, base, forecaster, reader: what is read, and never changed.
         strict: whether steps without the method, and weights that change between steps, are errors.
     """
 

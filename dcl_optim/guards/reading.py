@@ -1,4 +1,7 @@
-"""What is said about losses whose gradient cannot be read, and when a run ends for it."""
+"""What is said about losses whose gradient cannot be read, and when a run ends for it.
+
+Not in guards.py, since it keeps counts: how many gradients were not read, and of how many it has told.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """DeepSpeed's engine, which calls the model and steps the optimizer.
 
 It may put its parameters in the place of the model's, steps each parameter group alone, and leaves out the step
-of a batch whose gradient overflows.
+of a batch whose gradient overflows. Not in algorithm.py, which knows no engine by name.
 """
 
 from __future__ import annotations

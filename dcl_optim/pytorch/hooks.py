@@ -43,8 +43,8 @@ torch.serialization.add_safe_globals([_no_hook])
 class ModuleHooks:
     """The hooks of one optimizer on a model and the user's own module in it, while ``attached``; and that for logits.
 
-    If another optimizer wraps the model, ``replaced`` is called. Those of a copy do
-    nothing: the listener attaches others.
+    If another optimizer wraps the model, ``replaced`` is called. Those of a copy do nothing: the listener attaches
+    others.
     """
 
     def __init__(self, listener: Any, model: nn.Module, own: nn.Module, predicts: bool) -> None:
