@@ -201,21 +201,6 @@ def test_a_forward_may_write_its_logits_into_its_input(kind: str, place: str) ->
     assert_same(optimizer.companion.net, companion, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.guard
-def test_logits_that_are_written_further_inside_are_an_error_before_the_loss() -> None:
-    """The loss would be the companion's, and the model not trained."""
-
-    class Inner(Scores):
-        def forward(self, batch: Any, inside: Any = None) -> Any:
-            return super().forward(batch.x)
-
-    model = Inner()
-    optimizer = wrap(model, logits=lambda output: output.scores)
-    with pytest.raises(RuntimeError, match=r"an object inside of its input.*\n  Fix: return a new object"):
-        model(Batch(Batch(one()[0])))
-    optimizer.detach()
-
-
 def test_what_cannot_be_copied_is_handed_on_itself() -> None:
     class Locked(Batch):
         def __reduce_ex__(self, protocol: Any) -> Any:
