@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcl_optim.penalty.distances import RADIUS, Distance, companion_target, huber, mse, name_of, squared
+from dcl_optim.penalty.distances import Distance, SquaredDistance, companion_target, huber, name_of
 from dcl_optim.penalty.layout import difference, from_rows, to_rows, wide
 from dcl_optim.pytorch.internals import constant
 
@@ -110,7 +110,7 @@ def pull_of(
         weights = weights / number.clamp(min=1)
     elif number is not None:
         divisor = max(number, 1.0)
-    if distance is mse or distance is squared:  # in every step by default, so written out
+    if isinstance(distance, SquaredDistance):  # in every step by default, so written out
         slope = difference(z, c)
         norms = torch.linalg.vector_norm(slope, dim=1)
         return _squared_pull(distance, slope, norms, weights, divisor)
@@ -127,8 +127,9 @@ def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, al
         alpha: the share of c in the target.
     """
     number = float(max(len(z), 1))
-    if pull.norms is None:
+    if not isinstance(distance, SquaredDistance):
         return _differentiated_pull(distance, c, companion_target(z, c, alpha), None, number)
+    assert pull.norms is not None
     # c less its target is z - c times -(1 - alpha): one difference serves both gradients.
     share = 1.0 - alpha
     towards = _squared_pull(distance, pull.slope, pull.norms, None, number, share)
@@ -136,14 +137,12 @@ def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, al
 
 
 def _squared_pull(
-    distance: Distance, slope: Tensor, norms: Tensor, weights: Tensor | None, number: float, share: float = 1.0
+    distance: SquaredDistance, slope: Tensor, norms: Tensor, weights: Tensor | None, number: float, share: float = 1.0
 ) -> Pull:
     """The penalty whose difference is this share of the slope."""
-    num_classes = slope.shape[1]
-    radius = math.inf
-    if distance is mse and num_classes > 1 and share > 0.0:
-        radius = RADIUS * num_classes / share
-    factor = 2.0 / max(num_classes, 1) / number
+    radius, factor = distance.sizes(slope.shape[1])
+    radius = radius / share if share else math.inf
+    factor /= number
 
     def value(scale: Scale = 1.0) -> Tensor:
         distances = huber(norms, radius)
