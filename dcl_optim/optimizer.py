@@ -1,6 +1,6 @@
 """The optimizer that both variants share: one step of Algorithm 1 around any base optimizer.
 
-tests/reference.py has the algorithm written out, docs/dcp-in-60-lines.md that of DCP alone.
+dcl_optim/reference.py has both methods on one screen each, tests/reference.py any training step.
 """
 
 from __future__ import annotations

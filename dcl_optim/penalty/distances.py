@@ -22,6 +22,7 @@ from dcl_optim.pytorch.internals import constant
 Distance = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "squared", "l1", "kl", "infonce"]
 
+
 class SquaredDistance:
     r"""Squared distance of logits that grows linearly from a radius on; its gradient is written out in pull.py.
 
