@@ -49,7 +49,7 @@ class Given(NamedTuple):
     value: Tensor
 
 
-class Figures(NamedTuple):
+class Logged(NamedTuple):
     """What ``logs`` tells of the last backward pass; the penalty is a function that gives it."""
 
     penalty: Callable[[], float | Tensor]
@@ -84,7 +84,7 @@ class Algorithm:
         self.alpha = alpha
         self.uses_term = False  # whether the script has called penalty: then the line is off
         self.progress = Progress(1)
-        self.last: Figures | None = None
+        self.last: Logged | None = None
         self.guards = Guards(name, model, base, forecaster, self.reader, strict)
         self._base = base
         self._logits = logits
@@ -203,7 +203,7 @@ class Algorithm:
     ) -> None:
         """Let the forecaster learn from a forward pass, once, which weighs this much among those of the step."""
         alpha = self.alpha(forward.step_number)
-        self.last = Figures(pull.value, weight, alpha, scale)
+        self.last = Logged(pull.value, weight, alpha, scale)
         if forward.outcome is not Outcome.LEARNED and self.progress.learns:
             forward.outcome = Outcome.LEARNED
             self.forecaster.observe(forward, pull, labels, share, alpha)

@@ -48,11 +48,13 @@ class Pull(NamedTuple):
         shape: torch.Size,
         dtype: torch.dtype,
         class_dim: int,
-        *scales: Scale,
+        scale: Scale,
+        weight: Scale = 1.0,
+        *,
         added_to: Tensor | None = None,
         overwrites: bool = False,
     ) -> Tensor:
-        r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s being the product of the scales.
+        r"""Give :math:`s\lambda\,\partial\Delta/\partial z` in a shape and dtype of logits: scale and weight.
 
         ``added_to`` is another gradient, which it is added to. With ``overwrites`` it takes the memory of the slope.
         """
@@ -60,16 +62,16 @@ class Pull(NamedTuple):
             whole = torch.zeros(shape, dtype=dtype, device=self.slope.device) if added_to is None else added_to
             part = None if added_to is None else added_to.index_select(0, self.drawn)
             size = torch.Size([len(self.drawn), *shape[1:]])
-            found = self._replace(drawn=None).gradient(size, dtype, class_dim, *scales, added_to=part)
+            found = self._replace(drawn=None).gradient(size, dtype, class_dim, scale, weight, added_to=part)
             return whole.index_copy(0, self.drawn, found)
         factor = self.factor
         of_rows = self.weights
-        for scale in scales:
-            if isinstance(scale, Tensor):
-                scale = scale.to(self.slope)
-                of_rows = scale if of_rows is None else of_rows * scale
+        for given in (scale, weight):
+            if isinstance(given, Tensor):
+                given = given.to(self.slope)
+                of_rows = given if of_rows is None else of_rows * given
             else:
-                factor *= scale
+                factor *= given
         if self.lengths is not None:
             of_rows = (1.0 if of_rows is None else of_rows) / self.lengths
         if of_rows is None:

@@ -129,7 +129,7 @@ class Prototypes(Forecaster):
     def train_accuracy(self) -> Tensor:
         return self._state.fit[0] / self._state.fit[1]
 
-    def figures(self) -> dict[str, Any]:
+    def logs(self) -> dict[str, Any]:
         return {"train_accuracy": self.train_accuracy()} if self.num_classes > self._measures_from else {}
 
     # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) --------------------------------------------------------------------
