@@ -41,7 +41,10 @@ LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs 
 
 
 class Given(NamedTuple):
-    """What the penalty term keeps for its backward pass; its value is not finite if one of the logits is not."""
+    """What a call of ``penalty`` keeps until its backward pass, which brings the factor; nothing has learned yet.
+
+    The value is not finite if one of the logits is not.
+    """
 
     pull: Pull
     labels: Labels | None
@@ -135,6 +138,7 @@ class Algorithm:
         if predicts:
             self.forecaster.predict(forward, args, kwargs)
         self.progress.forwards.add(forward)
+        # From here on the pass waits for a gradient, and lives as long as the graph that holds its hooks.
         if output is not z:
             forward.is_one_of_several = self._logits is None and isinstance(output, (tuple, list))
             source = conversion_source(z)
@@ -180,7 +184,7 @@ class Algorithm:
         backward = current_backward()
         if forward.backward == backward != -1:  # each backward pass brings one
             return False
-        is_another = backward != progress.backward
+        is_another = backward != progress.backward  # than the one that brought the last gradient to any logits
         forward.backward = backward
         progress.backward = backward
         if is_another and backward != -1 and self.forecaster.predicts:
@@ -312,7 +316,7 @@ class Algorithm:
     def end_step(self) -> None:
         """Both networks have stepped."""
         progress = self.progress
-        progress.end()
+        progress.end()  # now no forward pass of this step keeps a tensor
         if progress.stage is not Stage.GRADIENTS:
             self.last = None  # that of an older batch
         self.progress = Progress(progress.number + 1)

@@ -109,6 +109,7 @@ class Companion(Forecaster):
         self._rows = Rows(options.fraction)
         self._said: set[str] = set()
         self._start()
+        # A copy is made at the first training forward pass, when the script has set up the model.
         if options.companion is not None:
             self._network = self._make()
 
@@ -212,7 +213,7 @@ class Companion(Forecaster):
         if not len(forward.rows):
             return
         logits = prediction.logits
-        prediction.logits = logits.detach()
+        prediction.logits = logits.detach()  # the graph waits in _pending, for one backward pass of all together
         z, c = pull.lesson
         towards = pull_towards_target(self.distance, z, c, pull, alpha)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)

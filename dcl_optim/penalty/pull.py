@@ -17,9 +17,10 @@ Scale = float | Tensor
 
 
 class Pull(NamedTuple):
-    r"""The penalty :math:`\Delta(z, c) = \frac1n\sum_i w_i\,\delta(z_i, c_i)` of N rows, with its gradient for z.
+    r"""The penalty of a batch, the mean :math:`\Delta(z, c) = \frac1n\sum_i w_i\,\delta(z_i, c_i)`, and its gradient.
 
-    The gradient of row i is ``slope[i] * factor * weights[i] / lengths[i]``.
+    The gradient for row i of z is ``slope[i] * factor * weights[i] / lengths[i]``. It is not multiplied out: one kernel
+    then multiplies it by the loss scale and the weight too, and adds it to the gradient of the loss.
 
     Attributes:
         value: called with a factor, or without one for 1, it gives the penalty times that, a scalar: only logs and the
