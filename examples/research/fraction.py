@@ -13,9 +13,15 @@ Holm's correction over the cells of this fraction. The default becomes 0.5 if 0.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 
-from examples.research import tabular
+from benchmarks.table import grid
+from dcl_optim.trial.paired import holm, mean_and_error, plus_minus
+from examples.research import records, tabular
 from examples.research.configuration import Configuration, Experiment
+from examples.research.gain_tables import ACCURACY
+from examples.research.gains import Gain, Row, gain, values
 from examples.research.rivals.settings import FAST
 from examples.research.wrong_labels import DCL
 
@@ -49,3 +55,63 @@ EXPERIMENTS = {
     name: Experiment(f"a share of the rows: {title}", "test", SEEDS, label_of(1.0), _rows(plain), FIRST_SEED)
     for name, (title, plain) in SETTINGS.items()
 }
+
+PREDICTORS = ("model", "companion")
+LIMIT = -0.3  # points, in the mean over the settings
+SHOWN = 0.05  # the corrected p below which a difference counts as shown
+
+
+def differences(folder: Path, fraction: float, predictor: str) -> dict[str, Gain]:
+    """What a fraction changes in each setting, paired with f = 1, by the setting's title."""
+    whole = Row(label_of(1.0), predictor)
+    found = {}
+    for name, (title, _) in SETTINGS.items():
+        one = gain(records.finished(folder, f"{name}.jsonl"), Row(label_of(fraction), predictor), whole)
+        if one is not None:
+            found[title] = one
+    return found
+
+
+def behind(folder: Path, fraction: float) -> dict[str, float]:
+    """The settings and predictors in which a fraction is shown to be behind, with the corrected p."""
+    found = {(one, title): g for one in PREDICTORS for title, g in differences(folder, fraction, one).items()}
+    p = holm({key: g.p for key, g in found.items() if g.p is not None})
+    return {
+        f"{title}, {one}": p[one, title] for one, title in p if found[one, title].mean < 0 and p[one, title] < SHOWN
+    }
+
+
+def passes(folder: Path, fraction: float) -> bool:
+    """Whether a fraction can be the default."""
+    means = [fmean(g.mean for g in differences(folder, fraction, one).values()) for one in PREDICTORS]
+    return min(means) >= LIMIT and not behind(folder, fraction)
+
+
+def table(folder: Path) -> str:
+    """The accuracy with f = 1, and what the fractions change, of model and companion."""
+    columns = [(one, fraction) for one in PREDICTORS for fraction in FRACTIONS]
+    found = {(one, f): differences(folder, f, one) for one, f in columns if f != 1}
+    lines = []
+    for name, (title, _) in SETTINGS.items():
+        made = records.finished(folder, f"{name}.jsonl")
+        cells = [title]
+        for one, fraction in columns:
+            if fraction == 1:
+                accuracies = list(values(made, Row(label_of(1.0), one), ACCURACY).values())
+                cells.append(plus_minus(*mean_and_error(accuracies), places=1))
+            else:
+                g = found[one, fraction][title]
+                cells.append(plus_minus(g.mean, g.error, sign="+", places=1))
+        lines.append(cells)
+    means = [
+        "" if fraction == 1 else f"{fmean(g.mean for g in found[one, fraction].values()):+.2f}"
+        for one, fraction in columns
+    ]
+    heads = [f"{one}, f = 1, %" if f == 1 else f"{one}, f = {f:g} minus f = 1" for one, f in columns]
+    return "\n".join(grid(["", *heads], [*lines, ["mean", *means]], words=1))
+
+
+if __name__ == "__main__":
+    print(table(records.RESULTS))
+    for share in FRACTIONS[1:]:
+        print(f"f = {share:g}: passes: {passes(records.RESULTS, share)}; behind: {behind(records.RESULTS, share)}")
