@@ -149,19 +149,17 @@ def step_once_there_is_a_gradient(optimizer: Optimizer) -> None:
 
 
 class DrawnRows:
-    """The numbers of the rows that the companion gets of each batch; None for all, as of the first batch."""
+    """The numbers of the rows that the companion gets of each batch; None for all."""
 
     def __init__(self, fraction: float) -> None:
-        self._fraction, self._step, self._is_first = fraction, 1, True
+        self._fraction, self._step = fraction, 1
         self._generator = torch.Generator().manual_seed(1)
 
     def __call__(self, length: int) -> Tensor | None:
         number = max(math.ceil(self._fraction * length), 2)
-        was_first, self._is_first = self._is_first, False
         if number >= length:
             return None
-        rows = torch.randperm(length, generator=self._generator)[:number]
-        return None if was_first else rows
+        return torch.randperm(length, generator=self._generator)[:number]
 
     def end_step(self) -> None:
         self._step += 1

@@ -23,7 +23,7 @@ from dcl_optim.penalty.layout import to_rows
 from dcl_optim.penalty.pull import Pull, Scale, pull_of, pull_towards_target
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch.arguments import check_state
-from dcl_optim.pytorch.internals import tensors_of, warn_once
+from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
 from dcl_optim.pytorch.outputs import find_logits, leaves_of
 from dcl_optim.pytorch.parameters import parameters_of
 from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts, refuse_flat_shards, sum_of_norms, unwrapped
@@ -149,15 +149,17 @@ class Companion(Forecaster):
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self.network
         arguments = self._replay.arguments(args, kwargs)
+        call = self._call if network.has_predicted else self._call_first
         drawn = None
         shape = forward.shape
-        if self._options.fraction < 1:
+        if self._options.fraction != 1:
             drawn = self._draw(network, forward, arguments)
-        if drawn is not None:
-            arguments = cut(arguments, shape[0], drawn)
-            shape = torch.Size([len(drawn), *shape[1:]])
-        call = self._call if network.has_predicted else self._call_first
         try:
+            if drawn is not None:
+                if network.is_new and self._options.companion is None:
+                    self._compare_whole(network, arguments, forward)
+                arguments = cut(arguments, shape[0], drawn)
+                shape = torch.Size([len(drawn), *shape[1:]])
             logits = call(network, arguments, forward)
         except Exception as error:
             add_note(error, IN_COMPANION.format("forward"))
@@ -172,11 +174,20 @@ class Companion(Forecaster):
         self._has_predicted = True
 
     def _draw(self, network: Network, forward: Forward, arguments: Arguments) -> Tensor | None:
-        """The numbers of the rows that the companion gets; None for all, as at the first prediction of a new one."""
+        """The numbers of the rows that the companion gets; None for all."""
         seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
         call = functools.partial(self._call, network)
-        drawn = self._rows.draw(forward.logits, arguments, network.module, call, seed)
-        return None if network.is_new else drawn
+        return self._rows.draw(forward.logits, arguments, network.module, call, seed)
+
+    def _compare_whole(self, network: Network, arguments: Arguments, forward: Forward) -> None:
+        """Check that a new copy equals the model, of the whole batch, but without a graph, and leave no trace."""
+        before = [buffer.clone() for buffer in network.module.buffers()]
+        with torch.no_grad():
+            logits = self._call(network, map_tensors(Tensor.clone, arguments))
+            for buffer, value in zip(network.module.buffers(), before, strict=True):
+                buffer.copy_(value)
+        if logits.shape == forward.shape:
+            copying.require_equal(forward.logits, logits)
 
     def _call(self, network: Network, arguments: Arguments, forward: Any = None) -> Tensor:
         return find_logits(self._replay.call(network.module, *arguments), self._logits)

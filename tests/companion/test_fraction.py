@@ -87,6 +87,22 @@ def test_it_is_the_algorithm_on_the_drawn_rows(name: str, fraction: float, dista
     assert_same(optimizer.companion, companion, **CLOSE)
 
 
+def test_a_new_copy_gets_a_part_of_the_first_batch_too() -> None:
+    """It is compared with the model on the whole batch, which leaves no trace in its statistics."""
+    model, hand = batch_norm_net(), batch_norm_net()
+    optimizer = wrap(model, companion_fraction=0.5, distance="squared")
+    companion = copy.deepcopy(hand)
+    base, second = sgd(hand), sgd(companion)
+    train(model, optimizer, batches(3))
+    draw = DrawnRows(0.5)
+    for x, y in batches(3):
+        rows = draw(len(x))
+        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.squared, rows=rows)
+        draw.end_step()
+    assert_same(model, hand, **CLOSE)
+    assert_same(optimizer.companion, companion, **CLOSE)
+
+
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("distance", ["squared", "mse", "l1"])
 def test_over_all_draws_the_mean_is_that_of_all_rows(distance: str, added: bool) -> None:
@@ -279,7 +295,7 @@ def test_dense_logits_are_cut_by_their_images() -> None:
         torch.manual_seed(1)
         data = [(torch.randn(n, 2, 3, 4).double(), torch.randint(CLASSES, (n, 3, 4))) for n in (8, 8, 12, 3)]
         reference.train(trained, data, way, F.cross_entropy)
-    assert optimizer.companion.lengths == [8, 2, 3, 2]
+    assert optimizer.companion.lengths == [2, 2, 3, 2]
     assert_same(optimizer.model.net, hand.model.net, **CLOSE)
     assert_same(optimizer.companion.net, hand.companion.net, **CLOSE)
 
@@ -316,7 +332,7 @@ def test_dictionaries_and_logits_with_the_classes_last_are_cut(way: str) -> None
         second.zero_grad()
         distance(c, c.detach() + 0.01 * (z[part] - c).detach()).mean().backward()
         second.step()
-    assert optimizer.companion.lengths == [6, 3, 3, 2]
+    assert optimizer.companion.lengths == [3, 3, 3, 2]
     assert_same(optimizer.model.state_dict(), hand.state_dict(), **CLOSE)
     assert_same(optimizer.companion.state_dict(), companion.state_dict(), **CLOSE)
 
@@ -341,7 +357,9 @@ def test_a_table_is_not_cut_in_a_last_batch_of_as_many_rows() -> None:
         warnings.simplefilter("error")
         for x, y in of_sizes([16, CLASSES]):
             step(x, y)
-    assert optimizer.companion.lengths == [16, 8, CLASSES, 8, CLASSES]
+    assert optimizer.companion.lengths == [16, 8, 8, CLASSES, 8, CLASSES], (
+        "first whole, to compare a copy with the model"
+    )
 
 
 def test_trying_leaves_no_trace() -> None:
