@@ -127,8 +127,9 @@ class Algorithm:
         self.progress.is_running = False
         if self.uses_term and not predicts:
             return
+        find = functools.partial(find_logits, output, self._logits)
         try:
-            z = find_logits(output, self._logits)
+            z = find()
         except NoLogits as error:
             self.guards.logits_not_found(error)
             return
@@ -136,7 +137,10 @@ class Algorithm:
             return
         forward = Forward(z, self.progress.number, self.reader.class_dim or 1)
         if predicts:
+            is_in_output = find() is z  # the script's function may compute it anew
             self.forecaster.predict(forward, args, kwargs)
+            if is_in_output and find() is not z:
+                self.guards.logits_replaced()
         self.progress.forwards.add(forward)
         # From here on the pass waits for a gradient, and lives as long as the graph that holds its hooks.
         if output is not z:

@@ -88,6 +88,10 @@ class Guards:
             raise error
         self._not_found = str(error)
 
+    def logits_replaced(self) -> None:
+        """The forecaster's forward pass has put its logits where the model's were."""
+        raise RuntimeError(messages.WRITES_INTO_ITS_INPUT)
+
     # ---- a gradient --------------------------------------------------------------------------------------------------
 
     def step_is_over(self) -> None:
