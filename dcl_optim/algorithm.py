@@ -137,7 +137,7 @@ class Algorithm:
             return
         forward = Forward(z, self.progress.number, self.reader.class_dim or 1)
         if predicts:
-            is_in_output = find() is z  # the script's function may compute it anew
+            is_in_output = output is not z and find() is z  # the script's function may compute it anew
             self.forecaster.predict(forward, args, kwargs)
             if is_in_output and find() is not z:
                 self.guards.logits_replaced()

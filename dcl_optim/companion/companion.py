@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dcl_optim.companion import copying
 from dcl_optim.companion.network import CompanionOptions, Network
 from dcl_optim.companion.optimizer import add_note, check_optimizer
-from dcl_optim.companion.replay import Arguments, Replay
+from dcl_optim.companion.replay import Arguments, Replay, copied
 from dcl_optim.companion.rows import Rows, cut
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
@@ -23,7 +23,7 @@ from dcl_optim.penalty.layout import to_rows
 from dcl_optim.penalty.pull import Pull, Scale, pull_of, pull_towards_target
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch.arguments import check_state
-from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
+from dcl_optim.pytorch.internals import tensors_of, warn_once
 from dcl_optim.pytorch.outputs import find_logits, leaves_of
 from dcl_optim.pytorch.parameters import parameters_of
 from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts, refuse_flat_shards, sum_of_norms, unwrapped
@@ -183,7 +183,7 @@ class Companion(Forecaster):
         """Check that a new copy equals the model, of the whole batch, but without a graph, and leave no trace."""
         before = [buffer.clone() for buffer in network.module.buffers()]
         with torch.no_grad():
-            logits = self._call(network, map_tensors(Tensor.clone, arguments))
+            logits = self._call(network, copied(arguments))
             for buffer, value in zip(network.module.buffers(), before, strict=True):
                 buffer.copy_(value)
         if logits.shape == forward.shape:

@@ -39,7 +39,7 @@ class Replay:
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
         self._given = args, kwargs
-        self._arguments = map_leaves(_copy, (args, kwargs))
+        self._arguments = copied((args, kwargs))
         self._device = device
         self._rng_states = [torch.get_rng_state()]
         if device != CPU and device.type != "meta":
@@ -49,7 +49,7 @@ class Replay:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
         arguments: Arguments = self._arguments
         if self._given[0] is not args or self._given[1] is not kwargs:  # a later pre-hook has put others in their place
-            arguments = map_leaves(_copy, (args, kwargs))
+            arguments = copied((args, kwargs))
         self._arguments = None
         return arguments
 
@@ -79,6 +79,11 @@ def _are_saved_tensors_hooked() -> bool:
             return False
     except RuntimeError:
         return True
+
+
+def copied(arguments: Arguments) -> Any:
+    """Copy what a network may write to: tensors, and objects that torch's pytree does not know, these shallowly."""
+    return map_leaves(_copy, arguments)
 
 
 def _copy(leaf: Any) -> Any:

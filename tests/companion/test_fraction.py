@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,6 +361,22 @@ def test_a_table_is_not_cut_in_a_last_batch_of_as_many_rows() -> None:
     assert optimizer.companion.lengths == [16, 8, 8, CLASSES, 8, CLASSES], (
         "first whole, to compare a copy with the model"
     )
+
+
+def test_trying_does_not_write_to_an_object_of_the_batch() -> None:
+    """Else the first prediction of the copy, of an object that was written to before, differs, with a warning."""
+
+    class Halving(nn.Linear):
+        def forward(self, x: Tensor, batch: Any) -> Tensor:
+            batch.scale = batch.scale / 2
+            return super().forward(x) * batch.scale
+
+    model = Halving(FEATURES, CLASSES).double()
+    optimizer = wrap(model, companion_fraction=0.5)
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x, SimpleNamespace(scale=4.0)), y).backward()
+        optimizer.step()
 
 
 def test_trying_leaves_no_trace() -> None:
