@@ -61,7 +61,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 def test_the_file_says_where_and_how_it_was_measured(measured: tuple[dict[str, Any], str]) -> None:
     results, printed = measured
     assert set(results["machine"]) == {"cpu", "cores", "threads", "os"}
-    assert results["machine"]["threads"] == 2
+    assert results["machine"]["threads"] == 1
     assert results["versions"]["torch"] == str(torch.__version__)
     assert results["setting"] == {"device": "cpu", "precision": "float32"}
     assert (results["command"][:35], results["rounds"]) == ("python -m benchmarks steps --models", 2)
