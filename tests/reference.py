@@ -242,6 +242,22 @@ def dcp_step(
     return loss.detach()
 
 
+def train_by_hand(
+    model: nn.Module,
+    make: Callable[[nn.Module], Optimizer],
+    data: Iterable[tuple[Tensor, Tensor]],
+    companion: nn.Module | None = None,
+    distance: Function = distances.mse,
+    **settings: float,
+) -> tuple[nn.Module, nn.Module]:
+    """Train by :func:`dcl_step`; ``make`` gives each network its optimizer."""
+    companion = copy.deepcopy(model) if companion is None else companion
+    base, second = make(model), make(companion)
+    for x, y in data:
+        dcl_step(model, companion, base, second, x, y, F.cross_entropy, distance, **settings)
+    return model, companion
+
+
 # ---- any training step -----------------------------------------------------------------------------------------------
 
 VARIANTS = ("dcl", "dcp")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dcl_optim import distances
-from tests import reference
 from tests.helpers import FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
+from tests.reference import train_by_hand
 
 DATA = list(batches(5))
 
@@ -90,19 +88,14 @@ def first_of(batch: list[Any]) -> Tensor:
 
 @pytest.mark.parametrize("pack", [Batch, lambda x: {x}], ids=["object", "set"])
 def test_what_is_not_looked_into_is_handed_on_itself(pack: Callable[[Tensor], Any]) -> None:
-    model, hand = Reading(first_of), mlp()
-    companion = copy.deepcopy(hand)
-    optimizer, base, second = wrap(model), sgd(hand), sgd(companion)
+    model = Reading(first_of)
+    optimizer = wrap(model)
     given = pack(torch.tanh(one()[0]))
     model([given])
     assert optimizer.companion.seen[0][0] is given
-    for x, y in batches(5):
-        optimizer.zero_grad()
-        F.cross_entropy(model([pack(x)]), y).backward()
-        optimizer.step()
-        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse)
-    assert_same(model.net, hand, rtol=1e-10, atol=1e-12)
-    assert_same(optimizer.companion.net, companion, rtol=1e-10, atol=1e-12)
+    train(model, optimizer, [([pack(x)], y) for x, y in DATA])
+    hand = train_by_hand(mlp(), sgd, DATA)
+    assert_same((model.net, optimizer.companion.net), hand, rtol=1e-10, atol=1e-12)
 
 
 def test_a_graph_inside_what_is_not_looked_into_is_refused_at_the_first_prediction() -> None:
@@ -122,10 +115,7 @@ def test_a_reentrant_checkpoint_inside_the_model() -> None:
     for checkpointed in (False, True):
         model = Reading(read, checkpointed)
         optimizer = wrap(model)
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            F.cross_entropy(model(pack(x.requires_grad_())), y).backward()
-            optimizer.step()
+        train(model, optimizer, [(pack(x.requires_grad_()), y) for x, y in batches(3)])
         found.append((model.state_dict(), optimizer.companion.state_dict()))
     assert_same(*found)
 
