@@ -213,23 +213,6 @@ def test_a_run_goes_on_bit_for_bit(again: Callable[[DCLOptimizer, str], DCLOptim
     assert_same_state(whole, other)
 
 
-def test_a_state_of_the_networks_own_weights_loads() -> None:
-    """As they were saved once: in half precision, with the moments."""
-    optimizer, again = narrow(), narrow()
-    train(optimizer.model, optimizer, half_batches(5))
-    state = copy.deepcopy(optimizer.state_dict())
-    own = state["dcl_optim.DCLOptimizer"]["forecaster"]
-    own["model"] = dict(optimizer.companion.state_dict())
-    for moments in own["optimizer"]["state"].values():
-        moments["momentum_buffer"] = moments["momentum_buffer"].to(HALF)
-    again.load_state_dict(through_a_file(state))
-    assert_same(again.companion, optimizer.companion)
-    for weight, half in zip(weights_of(again), optimizer.companion.parameters(), strict=True):
-        assert torch.equal(weight, half.float())
-    train(again.model, again, half_batches(3))
-    assert_rounded(again)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
 def test_the_state_of_the_companions_optimizer_is_not_rounded_when_it_is_loaded(kind: Any) -> None:
     """Torch rounds that of the base, whose parameters are in half precision, to their dtype."""

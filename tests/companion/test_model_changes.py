@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -238,17 +237,3 @@ def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place: bool
     with pytest.raises(RuntimeError, match=r"writes to the model's own tensors.*, or pass companion="):
         model(one()[0])
     optimizer.detach()
-
-
-def test_a_model_whose_parameters_are_another_list_trains() -> None:
-    class Listed(nn.Linear):
-        """As a MAML script: ``parameters`` gives those of the inner loop, as a list."""
-
-        def parameters(self, recurse: bool = True) -> Any:
-            return [self.weight]
-
-    model = Listed(FEATURES, CLASSES).double()
-    model.bias.requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    train(model, optimizer, batches(3))
-    assert optimizer.logs()["penalty"] > 0

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from dcl_optim import DCPOptimizer
 from tests.helpers import assert_same, sgd
+from tests.reference import train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "dcp-in-60-lines.md").read_text(encoding="utf-8")
 (CODE,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 FEATURES, ROWS, STEPS = 20, 80, 30
-CLOSE = {"atol": 1e-12}
 Batches = list[tuple[Tensor, Tensor]]
 
 
@@ -54,35 +54,26 @@ def by_hand(classes: int, weight: Any, data: Batches) -> tuple[nn.Module, Any]:
 def wrapped(classes: int, weight: Any, data: Batches, way: str) -> tuple[nn.Module, DCPOptimizer]:
     model = network(classes)
     optimizer = DCPOptimizer(sgd(model), model, weight=weight)
-    for x, y in data:
-        optimizer.zero_grad()
-        z = model(x)
-        loss = F.cross_entropy(z, y)
-        if way == "term":
-            loss = loss + optimizer.penalty(z, y)
-        loss.backward()
-        optimizer.step()
-    return model, optimizer
+    return model, train(optimizer, data, way, F.cross_entropy)
 
 
 def test_the_code_has_at_most_60_lines() -> None:
     assert len(CODE.splitlines()) <= 60
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-def test_with_a_fixed_weight_it_trains_as_the_optimizer(way: str) -> None:
-    data = batches(4)
-    model, prototypes = by_hand(4, 0.7, data)
-    expected, optimizer = wrapped(4, 0.7, data, way)
-    assert_same(model, expected, **CLOSE)
-    assert_same(prototypes.values, optimizer.prototypes, **CLOSE)
-
-
-def test_with_the_automatic_weight_it_trains_as_the_optimizer() -> None:
-    """With 60 classes, so that the weight leaves its floor of 0.1."""
-    data = batches(60)
-    model, prototypes = by_hand(60, "auto", data)
-    expected, optimizer = wrapped(60, "auto", data, "term")
+@pytest.mark.parametrize(
+    ("classes", "weight", "way", "tolerance"),
+    [
+        (4, 0.7, "line", 1e-12),
+        (4, 0.7, "term", 1e-12),
+        (60, "auto", "term", 1e-6),  # the optimizer's counts may be in float32
+    ],
+)
+def test_it_trains_as_the_optimizer(classes: int, weight: Any, way: str, tolerance: float) -> None:
+    """With so many classes that the automatic weight leaves its floor of 0.1."""
+    data = batches(classes)
+    model, prototypes = by_hand(classes, weight, data)
+    expected, optimizer = wrapped(classes, weight, data, way)
     assert optimizer.logs()["weight"] > 0.2
-    assert_same(model, expected, atol=1e-6)  # the optimizer's counts may be in float32
-    assert_same(prototypes.values, optimizer.prototypes, atol=1e-6)
+    assert_same(model, expected, atol=tolerance)
+    assert_same(prototypes.values, optimizer.prototypes, atol=tolerance)
