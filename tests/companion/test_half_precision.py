@@ -59,7 +59,7 @@ def companions_way(dtype: torch.dtype, lr: float) -> float:
     x = (torch.randn(10, 32)[y] + 0.7 * torch.randn(512, 32)).to(dtype)
     optimizer = DCLOptimizer(sgd(model, lr=lr), model)
     start = nn.utils.parameters_to_vector(model.parameters()).detach().float()
-    for _ in range(250):
+    for _ in range(400):
         rows = torch.randint(512, (64,))
         optimizer.zero_grad()
         z = model(x[rows])
