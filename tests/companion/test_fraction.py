@@ -68,12 +68,7 @@ def test_it_is_the_algorithm_on_the_drawn_rows(name: str, fraction: float, dista
     base, second = sgd(hand), sgd(companion)
     data = of_sizes() + ([] if name == "batch_norm" else of_sizes([1]))
     torch.manual_seed(3)
-    term = term_of(optimizer, way)
-    for x, y in data:
-        optimizer.zero_grad()
-        z = model(x)
-        (F.cross_entropy(z, y) + term(z, y)).backward()
-        optimizer.step()
+    reference.train(optimizer, data, way, F.cross_entropy)
     drawn = torch.rand(2)
     draw = DrawnRows(fraction)
     torch.manual_seed(3)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
 from tests.reference import train_by_hand
@@ -40,15 +39,14 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 class Reading(nn.Module):
-    def __init__(self, read: Callable[[Any], Tensor], checkpointed: bool = False) -> None:
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
         super().__init__()
-        self.net, self.read, self.checkpointed = mlp(), read, checkpointed
+        self.net, self.read = mlp(), read
         self.seen: list[Any] = []
 
     def forward(self, batch: Any) -> Tensor:
         self.seen.append(batch)
-        x = self.read(batch)
-        return checkpoint(self.net, x, use_reentrant=True) if self.checkpointed else self.net(x)
+        return self.net(self.read(batch))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -106,18 +104,6 @@ def test_a_graph_inside_what_is_not_looked_into_is_refused_at_the_first_predicti
     with pytest.raises(RuntimeError, match=r"would train a tensor of shape \(6,\), which is not its own"):
         model(Batch(one()[0] * prompt))
     optimizer.detach()
-
-
-def test_a_reentrant_checkpoint_inside_the_model() -> None:
-    """Its inputs need a gradient for it, in the companion too."""
-    pack, read = FORMS["nested"]
-    found = []
-    for checkpointed in (False, True):
-        model = Reading(read, checkpointed)
-        optimizer = wrap(model)
-        train(model, optimizer, [(pack(x.requires_grad_()), y) for x, y in batches(3)])
-        found.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found)
 
 
 # ---- inputs that the forward pass changes ----------------------------------------------------------------------------
