@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, through_a_file, train, two_processes, wrap
+from tests.reference import train as train_by
 
 HALF = torch.bfloat16
 
@@ -61,10 +62,7 @@ def companions_way(dtype: torch.dtype, lr: float) -> float:
     start = nn.utils.parameters_to_vector(model.parameters()).detach().float()
     for _ in range(400):
         rows = torch.randint(512, (64,))
-        optimizer.zero_grad()
-        z = model(x[rows])
-        (F.cross_entropy(z, y[rows]) + optimizer.penalty(z)).backward()
-        optimizer.step()
+        train_by(optimizer, [(x[rows], y[rows])], loss=F.cross_entropy)
     assert (model(x).argmax(1) == y).all()
     end = nn.utils.parameters_to_vector(optimizer.companion.parameters()).detach().float()
     return float((end - start).norm())

@@ -44,36 +44,6 @@ def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name: str
     assert_same(hand, (model, optimizer.companion), atol=1e-8)
 
 
-class OnFeatures(nn.Module):
-    """A head on the last feature map, which timm collects by hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = timm.create_model("test_efficientnet", features_only=True, feature_cls="hook")
-        self.head = nn.Linear(self.body.feature_info.channels()[-1], 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)[-1].mean((2, 3)))
-
-
-def test_a_model_that_collects_features_by_hooks_needs_a_second_one_as_its_companion() -> None:
-    """A copy has no hooks of timm's."""
-    torch.manual_seed(0)
-    model, second = OnFeatures(), OnFeatures()
-    x, y = torch.randn(4, 3, 64, 64), torch.tensor([0, 1, 2, 0])
-    refused = DCLOptimizer(adamw(model), model, weight=1.0)
-    with pytest.raises(IndexError):
-        model(x)
-    refused.detach()
-    second.load_state_dict(model.state_dict())
-    optimizer = DCLOptimizer(adamw(model), model, weight=1.0, companion=second)
-    penalties = []
-    for _ in range(2):
-        train(model, optimizer, [(x, y)])
-        penalties.append(optimizer.logs()["penalty"])
-    assert penalties[0] == 0.0 < penalties[1]
-
-
 # ---- optimizer factory and scheduler ---------------------------------------------------------------------------------
 
 

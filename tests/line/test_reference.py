@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests import reference
 from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, huber
-from tests.reference import dcp_step, term_of, train_by_hand
+from tests.reference import dcp_step, train, train_by_closures, train_by_hand
 
 STEPS = 100
 METHOD = {"weight": 0.7, "alpha": 0.4}
@@ -31,22 +31,12 @@ DISTANCES = reference.DISTANCES | {
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
 
-def run(model, optimizer, loop):
-    term = term_of(optimizer, loop.partition(",")[0])
-    for x, y in batches(STEPS):
-
-        def closure(x=x, y=y):
-            z = model(x)
-            loss = F.cross_entropy(z, y) + term(z, y)
-            optimizer.zero_grad()
-            loss.backward()
-            return loss
-
-        if "closure" in loop:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
+def run(optimizer, loop):
+    way, _, closes = loop.partition(", ")
+    if closes:
+        train_by_closures(optimizer, batches(STEPS), F.cross_entropy, way)
+    else:
+        train(optimizer, batches(STEPS), way, F.cross_entropy)
 
 
 WAYS = ["line", "line, closure", "term", "term, closure"]
@@ -79,7 +69,7 @@ def check_dcl(base, kind, loop, distance):
     theirs = copy.deepcopy(model)
     optimizer = DCLOptimizer(BASES[base](model.parameters()), model, distance=given, **METHOD)
     torch.manual_seed(5)
-    run(model, optimizer, loop)
+    run(optimizer, loop)
     torch.manual_seed(5)
     _, companion = train_by_hand(
         theirs, lambda network: BASES[base](network.parameters()), batches(STEPS), distance=function, **METHOD
@@ -96,7 +86,7 @@ def test_dcp_equals_reference_in_every_loop(base, kind, loop):
     theirs, prototypes, numbers = copy.deepcopy(model), {}, {}
     optimizer = DCPOptimizer(BASES[base](model.parameters()), model, **METHOD)
     torch.manual_seed(5)
-    run(model, optimizer, loop)
+    run(optimizer, loop)
 
     plain = BASES[base](theirs.parameters())
     torch.manual_seed(5)

@@ -345,16 +345,6 @@ def test_another_loss_of_the_logits_may_have_its_backward_pass_before_the_term(v
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_second_term_of_the_same_logits_adds_its_gradient_by_its_factor(variant: str) -> None:
-    (x, y), optimizer = one(), train(wrap(variant, mlp()), batches(3))
-    z = optimizer.model(x)
-    z.retain_grad()
-    expected = 0.7 * pull(optimizer, x, y, z) + 0.3 * pull(optimizer, x, y.flip(0), z)
-    (0.7 * term_of(optimizer)(z, y) + 0.3 * term_of(optimizer)(z, y.flip(0))).backward()
-    assert_same(z.grad, expected, atol=1e-15)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_gradients_that_are_cleared_between_the_call_and_its_backward_pass_do_not_take_it_along(variant: str) -> None:
     """As in adversarial training: an attack by backward, then a forward pass of what it found."""
     trained = []
