@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.helpers import assert_same, mlp, sgd
@@ -240,6 +241,22 @@ def dcp_step(
     return loss.detach()
 
 
+def train_by_hand(
+    model: nn.Module,
+    make: Callable[[nn.Module], Optimizer],
+    data: Iterable[tuple[Tensor, Tensor]],
+    companion: nn.Module | None = None,
+    distance: Function = distances.mse,
+    **settings: float,
+) -> tuple[nn.Module, nn.Module]:
+    """Train by :func:`dcl_step`; ``make`` gives each network its optimizer."""
+    companion = copy.deepcopy(model) if companion is None else companion
+    base, second = make(model), make(companion)
+    for x, y in data:
+        dcl_step(model, companion, base, second, x, y, F.cross_entropy, distance, **settings)
+    return model, companion
+
+
 # ---- any training step -----------------------------------------------------------------------------------------------
 
 VARIANTS = ("dcl", "dcp")
@@ -287,7 +304,7 @@ class _Hand:
 class HandDCL(_Hand):
     """The companion runs beside the model, with the same random draws; ``find`` gives the logits of an output.
 
-    With a ``fraction`` it gets drawn rows of the one tensor that the model is called with, but all of the first batch.
+    With a ``fraction`` it gets drawn rows of the tensors that the model is called with, but all of the first batch.
     """
 
     def __init__(
@@ -314,7 +331,7 @@ class HandDCL(_Hand):
         z = self._find(output)
         rows = self._draw(len(z))
         if rows is not None:
-            args = [argument[rows] for argument in args]
+            args = tree_map(lambda tensor: tensor[rows], args)
         self._outputs.append((z, z if rows is None else z[rows], self._find(self.companion(*args, **kwargs))))
         torch.set_rng_state(after)
 

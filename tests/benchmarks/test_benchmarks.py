@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import __main__ as command
 from benchmarks import measure, table
 from benchmarks.methods import METHODS
 from benchmarks.workloads import Setting
@@ -88,27 +87,6 @@ def test_a_process_is_a_fresh_one_with_its_threads() -> None:
     assert measure.in_a_process(torch.get_num_threads, threads=2) == 2
     with pytest.raises(KeyError, match="no row"):
         measure.in_a_process(measure.memory_of, "mlp-small", "no row", Setting())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(
-            "--models lenet",
-            "--methods DCQ",
-            "--rounds few",
-            "--slot long",
-            "--nothing",
-            "growth",
-            "--precision float8",
-        ),
-    ],
-)
-def test_wrong_arguments_are_argparse_errors(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        command.main(arguments.split())
-    assert raised.value.code == 2
-    assert "error: " in capsys.readouterr().err
 
 
 COUNTED = """
