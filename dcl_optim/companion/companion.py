@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from dcl_optim.companion import copying
 from dcl_optim.companion.network import CompanionOptions, Network
-from dcl_optim.companion.optimizer import add_note, check_optimizer
+from dcl_optim.companion.optimizer import add_note, are_zero, check_optimizer
 from dcl_optim.companion.replay import Arguments, Replay, copied
 from dcl_optim.companion.rows import Rows, cut
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
-from dcl_optim.penalty.layout import to_rows
+from dcl_optim.penalty.layout import Masks, to_rows
 from dcl_optim.penalty.pull import Pull, Scale, pull_of, pull_towards_target
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch.arguments import check_state
@@ -48,6 +48,16 @@ WRITES_TO_THE_MODEL = (
     "the companion's forward pass writes to the model's own tensors. Either the model's forward pass writes to "
     "parameters that no gradient trains, which the companion shares: write to them after the step, make them buffers, "
     f"or pass companion=copy.deepcopy(model). Or {copying.NOT_COPIED}"
+)
+OTHER_MASKS = (
+    "the companion's logits are masked (900 below the largest of their row) for other classes than the model's, as "
+    "where a script has opened classes of the model. They have no penalty there.\n"
+    "  Fix: call optimizer.reset_companion() when classes open, or open them in optimizer.companion too"
+)
+REACHED = (
+    "the script's loss gives gradients to the companion: the model's forward puts tensors into a list or an object "
+    "outside of the model, such as a global variable, where the companion's forward has put its own.\n"
+    "  Fix: return them from forward, or keep them in attributes of the model; or use DCP"
 )
 DIVERGED = (
     "the companion's weights are not finite (a batch that was not, or too high a learning rate): it is copied from the "
@@ -108,6 +118,7 @@ class Companion(Forecaster):
         self._replay = Replay()
         self._rows = Rows(options.fraction)
         self._said: set[str] = set()
+        self._masks = Masks()
         self._start()
         # A copy is made at the first training forward pass, when the script has set up the model.
         if options.companion is not None:
@@ -156,7 +167,7 @@ class Companion(Forecaster):
             drawn = self._draw(network, forward, arguments)
         try:
             if drawn is not None:
-                if network.is_new and self._options.companion is None:
+                if network.is_new and not network.has_predicted and self._options.companion is None:
                     self._compare_whole(network, arguments, forward)
                 arguments = cut(arguments, shape[0], drawn)
                 shape = torch.Size([len(drawn), *shape[1:]])
@@ -204,8 +215,9 @@ class Companion(Forecaster):
         copying.require_own_leaves(logits, model, self._base, own)
         if self._options.companion is None and network.is_new and logits.shape == forward.shape:
             copying.require_equal(forward.logits, logits.detach())
+        if not logits.is_meta:
+            self._masks.look_for(logits)  # of a companion from a state, which may mask what the model does not
         network.has_predicted = True
-        network.is_new = False
         return logits
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
@@ -215,6 +227,12 @@ class Companion(Forecaster):
         if drawn is not None:
             z = to_rows(forward.logits.index_select(0, drawn), forward.class_dim)
         c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
+        if forward.may_read:
+            self._masks.look_for(z)
+        if self._masks.are_there:
+            z, c = map(self._masks.left_out, (z, c))
+            if forward.may_read and not torch.equal(z.isinf(), c.isinf()):
+                warn_once(self._said, OTHER_MASKS)
         return pull_of(self.distance, z, c)._replace(lesson=(z, c), drawn=drawn)
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
@@ -257,6 +275,9 @@ class Companion(Forecaster):
         """Run the companion's backward pass for all forward passes that wait for it."""
         if not self._pending:
             return
+        if self.network.is_new and not are_zero(self.network.gradients()):
+            raise RuntimeError(REACHED)
+        self.network.is_new = False
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
         try:

@@ -60,7 +60,7 @@ class Network:
         module: the companion.
         optimizer: its optimizer.
         wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
-        is_new: whether it has neither predicted nor weights of a state.
+        is_new: whether no backward pass has run in it, and it has no weights of a state.
         has_predicted: whether it has, and was found to share nothing that it trains.
         has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
             optimizers divide later; until then no step is taken.
@@ -98,6 +98,13 @@ class Network:
         self._modules = [(model, self.module)]
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
+        # In which layers keep tensors, and which the script clears.
+        self._lists = [
+            (value, getattr(ours, name, []))
+            for theirs, ours in self._modules
+            for name, value in vars(theirs).items()
+            if self._is_copy and isinstance(value, list)
+        ]
 
     # ---- following the model and its optimizer -----------------------------------------------------------------------
 
@@ -141,6 +148,8 @@ class Network:
         for theirs, ours in self._modules:
             if ours.training != theirs.training:
                 ours.train(theirs.training)
+        for kept, copied in self._lists:
+            del copied[len(kept) :]
 
     def _follow_options(self) -> None:
         """Give the groups the base's learning rate, weight decay and momentum."""

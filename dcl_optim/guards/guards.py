@@ -165,7 +165,7 @@ class Guards:
     def _not_regularized(self, stage: Stage) -> str:
         seen, fix = messages.SEEN_AND_FIX[stage]
         if stage is Stage.FORWARD and self._not_found:
-            seen = self._not_found
+            return self._not_found
         if stage is Stage.NOTHING and not self._model.training:
             seen, fix = messages.EVAL_MODE
         elif stage is Stage.NOTHING and has_other_parameters(self._base, self._model):

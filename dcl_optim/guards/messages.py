@@ -109,7 +109,7 @@ WRITES_INTO_ITS_INPUT = (
 )
 NOT_OF_THE_MODEL = (
     "penalty got logits of shape {} that no training forward pass of the wrapped model returned since the last step: "
-    "call model.train() before it, and pass the tensor that the model returned, called as model(x), not in a reentrant "
-    "checkpoint (pass use_reentrant=False); of several tensors say which are the logits, "
-    "logits=lambda output: output[1]"
+    "to validate use torch.no_grad(). To train call model.train() before it, and pass the tensor that the model "
+    "returned, called as model(x), not in a reentrant checkpoint (pass use_reentrant=False). A mean of several calls "
+    "belongs inside of the model. Of several tensors say which are the logits, logits=lambda output: output[1]"
 )

@@ -304,10 +304,11 @@ def tells_form(z: Tensor, g: Tensor) -> bool:
 
 def _telling(z: Tensor, g: Tensor) -> Tensor:
     """Rows in which a third class has a share; two classes have to differ among the rows."""
-    num_classes = z.shape[1]
-    top = torch.softmax(wide(z), 1).topk(min(2, max(num_classes - 1, 1)), 1).values.sum(1)
-    rows = (g.abs().amax(1) > 0) & (top < (CERTAIN if num_classes > 2 else CERTAIN_OF_TWO))
-    if num_classes == 2:
+    p = torch.softmax(wide(z), 1)
+    num_open = int(p.count_nonzero(1).amax())  # of the others a mask has taken the share
+    top = p.topk(2 if num_open > 2 else 1, 1).values.sum(1)
+    rows = (g.abs().amax(1) > 0) & (top < (CERTAIN if num_open > 2 else CERTAIN_OF_TWO))
+    if num_open == 2:
         spread = torch.where(rows, top, -1.0).amax() - torch.where(rows, top, 2.0).amin()
         rows = rows & (spread > max(MIN_SPREAD, 5.0 * tolerance_of(z.dtype, g.dtype)))
     return rows

@@ -15,7 +15,6 @@ from dcl_optim.pytorch.internals import constant
 
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
 NEVER = -1e30  # rows; not infinite, which alpha = 0 would make nan
-MASKED = -1e4  # a logit at or below is that of a masked class
 DECAY = 0.98  # of the running mean of the training accuracy, a step
 
 

@@ -237,3 +237,137 @@ def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place: bool
     with pytest.raises(RuntimeError, match=r"writes to the model's own tensors.*, or pass companion="):
         model(one()[0])
     optimizer.detach()
+
+
+class Statistics(nn.Module):
+    """Keeps a running mean in a frozen parameter, and writes to its data, which torch does not count."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.net, self.rate = mlp(), rate
+        self.mean = nn.Parameter(torch.zeros(FEATURES, dtype=torch.float64), requires_grad=False)
+        self.table = nn.Parameter(torch.tensor([torch.nan, -torch.inf]), requires_grad=False)
+        self.codes = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.lerp_(x.mean(0), self.rate)
+        return self.net(x - self.mean)
+
+
+def test_frozen_parameters_whose_data_the_forward_writes_to_are_refused() -> None:
+    """The companion would write to them a second time. With a rate of 0 nothing changes."""
+    model = Statistics(0.1)
+    optimizer = wrap(model)
+    with pytest.raises(RuntimeError, match=r"writes to the model's own tensors.*, or pass companion="):
+        model(one()[0])
+    optimizer.detach()
+    still = Statistics(0.0)
+    train(still, wrap(still), DATA)
+    alone, given = Statistics(0.1), Statistics(0.1)
+    train(alone, sgd(alone), DATA)
+    train(given, wrap(given, weight=0.0, companion=copy.deepcopy(given)), DATA)
+    assert_same(given.net, alone.net)
+
+
+# ---- what a forward pass leaves outside of its output ----------------------------------------------------------------
+
+REGISTRY: list[Tensor] = []
+
+
+class Regular(nn.Module):
+    """Puts a term of the loss into a list that is no part of the model."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.net, self.of = mlp(), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[:2](x)
+        REGISTRY.append(self.net[0].weight.abs().mean() if self.of == "weights" else hidden.square().mean())
+        return self.net[2:](hidden)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("way", ["line", "term"])
+@pytest.mark.parametrize("of", ["weights", "activations"])
+def test_a_term_that_a_list_outside_of_the_model_has_twice_is_an_error_that_names_it(of: str, way: str) -> None:
+    model = Regular(of)
+    optimizer = wrap(model, weight=0.0)
+    (x, y) = one()
+    z = model(x)
+    loss = F.cross_entropy(z, y) + 0.1 * sum(REGISTRY)
+    REGISTRY.clear()
+    if way == "term":
+        loss = loss + optimizer.penalty(z)
+    with pytest.raises(RuntimeError, match=r"gradients to the companion: .*global variable.*\n  Fix: return them"):
+        loss.backward()
+    optimizer.detach()
+
+
+def test_a_given_companion_begins_without_the_gradients_of_the_script() -> None:
+    found = []
+    for has_gradients in (True, False):
+        model, companion = mlp(), mlp(1)
+        if has_gradients:
+            F.cross_entropy(companion(one()[0]), one()[1]).backward()
+        optimizer = wrap(model, companion=companion)
+        train(model, optimizer, DATA)
+        found.append(optimizer)
+    assert_same_networks(*found)
+
+
+class Keeping(nn.Module):
+    """Appends its hidden values to a list, which the script empties."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.net, self.reads = mlp(), reads
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[:2](x)
+        self.kept.append(hidden)
+        read = self.kept if self.reads else [hidden]
+        return self.net[2:](hidden) + 0.1 * sum(map(torch.mean, read))
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces: bool) -> None:
+    model = Keeping()
+    optimizer = wrap(model)
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if replaces:
+            model.kept = []
+        else:
+            model.kept.clear()
+            assert len(optimizer.companion.kept) == 1
+    assert len(optimizer.companion.kept) <= 2
+
+
+def test_a_list_that_the_script_empties_is_empty_for_the_companion_too() -> None:
+    found = []
+    for reads in (True, False):
+        model = Keeping(reads)
+        optimizer = wrap(model)
+        for batch in DATA:
+            train(model, optimizer, [batch])
+            model.kept.clear()
+        found.append(optimizer.companion)
+    assert_same(*found)
+
+
+def test_a_model_whose_parameters_are_another_list_trains() -> None:
+    class Listed(nn.Linear):
+        """As a MAML script: ``parameters`` gives those of the inner loop, as a list."""
+
+        def parameters(self, recurse: bool = True) -> Any:
+            return [self.weight]
+
+    model = Listed(FEATURES, CLASSES).double()
+    model.bias.requires_grad_(False)
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    train(model, optimizer, batches(3))
+    assert optimizer.logs()["penalty"] > 0

@@ -41,8 +41,9 @@ def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_
     optimizer = wrap("dcp", model)
     F.cross_entropy(model(x)["scores"], y).backward()
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"(?s)keys 'scores'.*logits=.*optimizer\.penalty\("):
+    with pytest.raises(RuntimeError, match=r"(?s)keys 'scores'.*logits=.*optimizer\.penalty\(") as caught:
         optimizer.step()
+    assert str(caught.value).count("Fix:") == 1
     assert_same([*model.parameters()], before)
 
 

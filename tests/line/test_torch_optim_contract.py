@@ -84,6 +84,8 @@ class HasMethods(torch.optim.SGD):
     def first_step(self):
         raise AssertionError
 
+    update_hessian = first_step
+
 
 def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     model = mlp()
@@ -98,6 +100,8 @@ def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     ) as caught:
         optimizer.first_step()
     assert "base" not in str(caught.value), "whose first_step would bypass the wrapper"
+    with pytest.raises(AttributeError, match=r"no attribute 'update_hessian': its base has, optimizer.base.update_hes"):
+        optimizer.update_hessian()
     assert not hasattr(wrap(mlp()), "train")
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         optimizer.nonsense()
