@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import linecache
 import warnings
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from tests.helpers import (
     mlp,
     one,
     sgd,
+    through_a_file,
     train,
     wrap,
 )
@@ -202,10 +202,7 @@ def test_the_copy_draws_nothing_from_the_scripts_generators() -> None:
 def test_a_state_that_was_saved_before_the_first_forward_resumes_exactly() -> None:
     model = mlp()
     optimizer = wrap(model)
-    stream = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), stream)
-    stream.seek(0)
-    weights, state = torch.load(stream, weights_only=True)
+    weights, state = through_a_file((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, DATA)
     again = mlp(seed=8)
     other = wrap(again)
