@@ -19,7 +19,6 @@ from tests.helpers import (
     FEATURES,
     assert_same,
     assert_same_networks,
-    batch_norm_net,
     batches,
     dropout_net,
     mlp,
@@ -31,15 +30,6 @@ from tests.helpers import (
 )
 
 DATA = list(batches(5))
-
-
-def test_a_copy_starts_equal_and_shares_nothing_that_is_trained():
-    model = batch_norm_net()
-    optimizer = wrap(model)
-    assert_same(model, optimizer.companion)
-    ours, theirs = dict(optimizer.companion.named_parameters()), dict(model.named_parameters())
-    assert all(ours[name].data_ptr() != theirs[name].data_ptr() for name in theirs)
-    assert optimizer.companion[1].running_mean.data_ptr() != model[1].running_mean.data_ptr()
 
 
 def test_tied_weights_stay_tied():
