@@ -79,13 +79,6 @@ def test_another_architecture_equals_the_loop_written_out():
 # ---- random draws ----------------------------------------------------------------------------------------------------
 
 
-def test_companion_replays_the_models_draws():
-    model = dropout_net()
-    optimizer = wrap(model)
-    train(model, optimizer, batches(1))
-    assert optimizer.logs()["penalty"] == 0.0, "same weights and same masks give the same logits"
-
-
 def test_layers_that_draw_from_a_generator_of_their_own():
     """The companion has a copy of it, which draws the same by itself."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import linecache
 import warnings
 from collections.abc import Callable
@@ -20,26 +19,17 @@ from tests.helpers import (
     FEATURES,
     assert_same,
     assert_same_networks,
-    batch_norm_net,
     batches,
     dropout_net,
     mlp,
     one,
     sgd,
+    through_a_file,
     train,
     wrap,
 )
 
 DATA = list(batches(5))
-
-
-def test_a_copy_starts_equal_and_shares_nothing_that_is_trained():
-    model = batch_norm_net()
-    optimizer = wrap(model)
-    assert_same(model, optimizer.companion)
-    ours, theirs = dict(optimizer.companion.named_parameters()), dict(model.named_parameters())
-    assert all(ours[name].data_ptr() != theirs[name].data_ptr() for name in theirs)
-    assert optimizer.companion[1].running_mean.data_ptr() != model[1].running_mean.data_ptr()
 
 
 def test_tied_weights_stay_tied():
@@ -202,10 +192,7 @@ def test_the_copy_draws_nothing_from_the_scripts_generators() -> None:
 def test_a_state_that_was_saved_before_the_first_forward_resumes_exactly() -> None:
     model = mlp()
     optimizer = wrap(model)
-    stream = io.BytesIO()
-    torch.save((model.state_dict(), optimizer.state_dict()), stream)
-    stream.seek(0)
-    weights, state = torch.load(stream, weights_only=True)
+    weights, state = through_a_file((model.state_dict(), optimizer.state_dict()))
     train(model, optimizer, DATA)
     again = mlp(seed=8)
     other = wrap(again)

@@ -77,16 +77,6 @@ def test_of_a_model_that_is_converted_in_mid_run_there_is_another_copy_and_a_war
     assert_same(optimizer.companion, expected)
 
 
-def test_a_companion_that_was_asked_for_before_the_model_is_converted_is_copied_again() -> None:
-    model = mlp()
-    optimizer = wrap(model)
-    assert optimizer.companion[0].weight.dtype == torch.float64
-    model.float()
-    with pytest.warns(UserWarning, match="the model was moved: the companion is copied from the model again"):
-        model(DATA[0][0].float())
-    assert_same(optimizer.companion, model)
-
-
 def test_layers_that_are_frozen_in_turn_keep_their_companion() -> None:
     """As block-coordinate training and GANs freeze them; the written-out loop with a companion that is frozen too."""
     model, hand = mlp(), mlp()

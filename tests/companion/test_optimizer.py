@@ -20,21 +20,6 @@ from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, 
 # ---- how it is built -------------------------------------------------------------------------------------------------
 
 
-def test_several_groups_are_mirrored_by_name():
-    model = mlp()
-    groups = [{"params": [model[2].weight, model[2].bias], "lr": 0.5}, {"params": model[0].parameters(), "lr": 0.01}]
-    optimizer = DCLOptimizer(torch.optim.SGD(groups, momentum=0.9), model, weight=1.0)
-    mirrored = optimizer.companion_optimizer.param_groups
-    assert [group["lr"] for group in mirrored] == [0.5, 0.01]
-    assert {id(p) for p in mirrored[0]["params"]} == {id(p) for p in optimizer.companion[2].parameters()}
-    assert {id(p) for p in mirrored[1]["params"]} == {id(p) for p in optimizer.companion[0].parameters()}
-    optimizer.param_groups[1]["lr"] = 0.0
-    before = copy.deepcopy(optimizer.companion)
-    train(model, optimizer, batches(3))
-    assert_same(optimizer.companion[0], before[0])
-    assert not torch.equal(optimizer.companion[2].weight, before[2].weight)
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("change", [lambda groups: groups.pop(0), list.reverse])
 def test_groups_that_are_removed_or_change_places_have_their_own_options_in_a_new_copy(change, frozen):

@@ -167,16 +167,6 @@ class Small(nn.Sequential):
         self.append(nn.Linear(12, CLASSES, dtype=dtype))
 
 
-def test_a_companion_on_the_meta_device_is_asked_for_no_value(monkeypatch):
-    """Which has none; test_kernels counts the waits for a device that has some."""
-    monkeypatch.setattr(torch, "autocast", lambda *arguments, **options: nullcontext())  # which does not know it
-    monkeypatch.setattr("dcl_optim.pytorch.synchronization.is_sync_step", lambda step: False)
-    with torch.device("meta"):
-        optimizer = dcl(Small())
-        for _ in range(2):
-            by_term(optimizer, torch.randn(16, FEATURES), torch.randint(CLASSES, (16,)))
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16 autocast"])
