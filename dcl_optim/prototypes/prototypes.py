@@ -144,7 +144,8 @@ class Prototypes(Forecaster):
             self._follow(z)
         if forward.may_read:
             self._masks.look_for(z)
-        z = self._masks.left_out(z)
+        if self._masks.are_there:
+            z = self._masks.left_out(z)
         is_soft = labels.rows.ndim > 1
         # Rows without a label have class K, whose prototype is 0 and whose number stays below 0: their weight is 0.
         if is_soft:
