@@ -384,8 +384,9 @@ def by_hand(variant: str, model: nn.Module, base: Optimizer | None = None, **opt
 
 
 def wrap(variant: str, model: nn.Module, base: Optimizer | None = None, **options: Any) -> Any:
-    kind = DCLOptimizer if variant == "dcl" else DCPOptimizer
-    return kind(base or sgd(model), model, **(METHOD | options))
+    if variant == "dcl":
+        return DCLOptimizer(base or sgd(model), model, **(METHOD | {"companion_fraction": 1} | options))
+    return DCPOptimizer(base or sgd(model), model, **(METHOD | options))
 
 
 def term_of(optimizer: Any, way: str = "term") -> Callable[..., Any]:

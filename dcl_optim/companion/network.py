@@ -43,7 +43,7 @@ class CompanionOptions:
     companion: nn.Module | None = None
     make_optimizer: MakeOptimizer | None = None
     lr_scale: float = 1.0
-    fraction: float = 1.0
+    fraction: float | None = None
     process_group: Any = "auto"
 
 

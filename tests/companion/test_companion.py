@@ -206,7 +206,7 @@ class Stateful(nn.Module):
 
 def test_a_hidden_state_in_an_attribute_of_the_companion_is_named_and_detached_there():
     model = Stateful()
-    optimizer = DCLOptimizer(sgd(model), model)
+    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
 
     def chunk(*networks: nn.Module) -> None:
         for network in networks:

@@ -36,7 +36,7 @@ from tests.reference import train, train_by_closures
 
 
 def dcl(model: nn.Module, **options: Any) -> DCLOptimizer:
-    return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
+    return DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
 
 
 def dcp(model: nn.Module, **options: Any) -> DCPOptimizer:
@@ -94,13 +94,13 @@ def frozen(layers: int) -> Deep:
 
 def head_only(layers: int) -> DCLOptimizer:
     model = frozen(layers)
-    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, weight=1.0)
+    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
 
 
 def in_groups(layers: int) -> DCLOptimizer:
     model = Deep(layers)
     groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.01}]
-    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0)
+    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0, companion_fraction=1)
 
 
 SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {

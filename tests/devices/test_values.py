@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.devices.on_device import answers, needs_device
 
 pytestmark = needs_device
 STEPS, ROWS, FEATURES = 12, 64, 32
-WRAPPERS: dict[str, Any] = {"DCL": DCLOptimizer, "DCP": DCPOptimizer}
+WRAPPERS: dict[str, Any] = {"DCL": partial(DCLOptimizer, companion_fraction=1), "DCP": DCPOptimizer}
 # How far weights and prototypes may be apart, relative to the largest; foreach rounds otherwise than the CPU's loop.
 TOLERANCES = {torch.float32: (3e-5, 1e-4), torch.bfloat16: (3e-2, 5e-2)}
 MOVED = 10  # times the tolerance, which the penalty has to move the weights by for a comparison to say something

@@ -183,7 +183,9 @@ def of_companion(make: Make) -> Iterator[tuple[str, str]]:
         raise
     except Exception:  # as kernels for float32 alone
         dtype = torch.float32
-    weights, optimizer = trained(make, lambda base, model: DCLOptimizer(base, model, **SETTINGS), dtype)
+    weights, optimizer = trained(
+        make, lambda base, model: DCLOptimizer(base, model, **SETTINGS, companion_fraction=1), dtype
+    )
     companion = [parameter.detach() for parameter in optimizer.companion.parameters()]
     hand, second = ([parameter.detach() for parameter in one.parameters()] for one in by_hand(make, dtype))
     differences = (distance(weights, hand), distance(companion, second))

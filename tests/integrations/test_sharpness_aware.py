@@ -90,7 +90,7 @@ def test_sam_is_sam_with_the_penalty_in_both_gradients(
 @pytest.mark.parametrize("with_closure", [True, False])
 def test_sam_without_a_closure_says_so_and_its_own_two_steps_point_to_step(with_closure: bool) -> None:
     model = mlp()
-    optimizer: Any = DCLOptimizer(sam(model), model, weight=1.0)
+    optimizer: Any = DCLOptimizer(sam(model), model, weight=1.0, companion_fraction=1)
     x, y = next(batches(1))
     F.cross_entropy(model(x), y).backward()
     if with_closure:
@@ -128,7 +128,10 @@ def test_the_kin_trains_as_alone_and_the_companion_learns_from_the_unperturbed_m
     plain, model = mlp(), mlp()
     companion = copy.deepcopy(plain)
     second = torch.optim.SGD(companion.parameters(), lr=0.1)
-    base, optimizer = kin(name, plain), DCLOptimizer(kin(name, model), model, weight=0.0, alpha=ALPHA)
+    base, optimizer = (
+        kin(name, plain),
+        DCLOptimizer(kin(name, model), model, weight=0.0, alpha=ALPHA, companion_fraction=1),
+    )
     torch.manual_seed(3)
     for x, y in batches(6):
         z, c = plain(x).detach(), companion(x)
@@ -146,7 +149,7 @@ def test_the_kin_trains_as_alone_and_the_companion_learns_from_the_unperturbed_m
 def test_a_refused_state_leaves_the_inner_optimizer_bound_to_the_outer_ones_groups() -> None:
     model = mlp()
     base = sam(model)
-    optimizer = DCLOptimizer(base, model)
+    optimizer = DCLOptimizer(base, model, companion_fraction=1)
     assert optimizer.companion is not None  # before it is made there is nothing to save
     state = copy.deepcopy(optimizer.state_dict())
     state["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["state"] = None

@@ -36,7 +36,7 @@ WEIGHT = 0.3
 @pytest.mark.parametrize("name", cells(MODELS, VIT, "mobilenetv3_small_050"))  # layer norm, and batch norm
 def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name: str) -> None:
     theirs, model = create(name), create(name)
-    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT)
+    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT, companion_fraction=1)
     torch.manual_seed(5)
     hand = train_by_hand(theirs, adamw, images(3), weight=WEIGHT)
     torch.manual_seed(5)
@@ -57,7 +57,7 @@ def test_timms_scheduler_drives_both_networks_through_layer_decay() -> None:
     by_hand, model = create(drop_path_rate=0.0, patch_drop_rate=0.0), create(drop_path_rate=0.0, patch_drop_rate=0.0)
     companion = copy.deepcopy(by_hand)
     base, second = adamw(by_hand), adamw(companion)
-    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT)
+    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT, companion_fraction=1)
     first, other, ours = (cosine(each) for each in (base, second, optimizer))
     for update, (x, y) in enumerate(images(6), start=1):
         dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
@@ -145,7 +145,10 @@ def run(model: nn.Module, optimizer: Any, scaler: Any, data: list[tuple[Tensor, 
 
 def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     model, data = create("mobilenetv3_small_050").float(), list(images(5))
-    optimizer, scaler = DCLOptimizer(adamw(model), model, weight=1.0), timm.utils.NativeScaler("cpu")
+    optimizer, scaler = (
+        DCLOptimizer(adamw(model), model, weight=1.0, companion_fraction=1),
+        timm.utils.NativeScaler("cpu"),
+    )
     ema = timm.utils.ModelEmaV3(model, decay=0.9)
     saver = timm.utils.CheckpointSaver(model, optimizer, model_ema=ema, amp_scaler=scaler, checkpoint_dir=str(tmp_path))
     torch.manual_seed(5)
@@ -155,7 +158,10 @@ def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     run(model, optimizer, scaler, data[3:])
 
     resumed = create("mobilenetv3_small_050", seed=9).float()
-    second, its_scaler = DCLOptimizer(adamw(resumed), resumed, weight=1.0), timm.utils.NativeScaler("cpu")
+    second, its_scaler = (
+        DCLOptimizer(adamw(resumed), resumed, weight=1.0, companion_fraction=1),
+        timm.utils.NativeScaler("cpu"),
+    )
     path = str(tmp_path / "last.pth.tar")
     assert timm.models.resume_checkpoint(resumed, path, second, its_scaler, log_info=False) == 1
     torch.manual_seed(6)

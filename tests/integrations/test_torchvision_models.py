@@ -59,7 +59,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def test_a_classifier_trains_as_the_algorithm_written_out(name: str) -> None:
     make, shape = PLAIN[name]
     theirs, model = build(make), build(make)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT)
+    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, companion_fraction=1)
     torch.manual_seed(5)
     hand = train_by_hand(theirs, lambda network: sgd(network.parameters()), batches(2, shape), weight=WEIGHT)
     torch.manual_seed(5)
@@ -127,7 +127,9 @@ def test_the_penalty_is_on_the_main_logits_only(name: str) -> None:
         for parameter in other.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     second = copy.deepcopy(other)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, alpha=0.6, companion=other)
+    optimizer = DCLOptimizer(
+        sgd(model.parameters()), model, weight=WEIGHT, alpha=0.6, companion=other, companion_fraction=1
+    )
     ((x, y),) = batches(1, shape, size=2, dense=name in ("deeplab", "lraspp"))
     z, c = seeded(by_hand, x), main(seeded(second, x))
     rows, targets = (to_rows(tensor) for tensor in (main(z), c))

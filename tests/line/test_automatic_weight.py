@@ -212,8 +212,8 @@ def test_what_cannot_be_is_refused(options, error, message):
 def test_an_optimizer_that_reads_no_labels_has_no_automatic_weight():
     model = network()
     with pytest.raises(ValueError, match=r"weight=AutoWeight\(.* is not known here; pass a number"):
-        DCLOptimizer(sgd(model), model, weight=AutoWeight())
-    optimizer = DCLOptimizer(sgd(model), model)
+        DCLOptimizer(sgd(model), model, weight=AutoWeight(), companion_fraction=1)
+    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
     with pytest.raises(ValueError, match=r"weight='auto' is not known here; pass a number or a callable of the step"):
         optimizer.weight = "auto"
     assert optimizer.weight == 0.1

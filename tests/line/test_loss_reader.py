@@ -709,7 +709,7 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty")
 def test_the_companions_graph_of_an_unreadable_batch_is_freed_by_the_step():
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model)
+    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
     train(model, optimizer, batches(2))
     forwards = training_forwards(optimizer)
     x, y = one()

@@ -49,7 +49,7 @@ CHANGES = [new_head, one_layer_more, new_weight, body_of_another_optimizer, none
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_companion_is_copied_again_where_a_group_is_added(change: Callable[[Any], Any]) -> None:
     model, data = mlp(), list(batches(4))
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0)
+    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
     train(model, optimizer, data[:2])
     optimizer.add_param_group({"params": change(model), "lr": 0.05})
     with pytest.warns(UserWarning, match=COPIED_AGAIN):
@@ -64,7 +64,7 @@ def test_the_companion_is_copied_again_where_a_group_is_added(change: Callable[[
 def test_the_companion_is_copied_again_where_other_parameters_replace_the_groups() -> None:
     """As in layer-wise training. The error about an engine's parameters is for those that the model does not have."""
     model, data = mlp(), list(batches(4))
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0)
+    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
     train(model, optimizer, data[:2])
     optimizer.param_groups.clear()
     optimizer.add_param_group({"params": model[0].parameters()})

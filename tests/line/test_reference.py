@@ -67,7 +67,7 @@ def check_dcl(base, kind, loop, distance):
     given = distance if distance in reference.DISTANCES else function
     model = MODELS[kind]()
     theirs = copy.deepcopy(model)
-    optimizer = DCLOptimizer(BASES[base](model.parameters()), model, distance=given, **METHOD)
+    optimizer = DCLOptimizer(BASES[base](model.parameters()), model, distance=given, **METHOD, companion_fraction=1)
     torch.manual_seed(5)
     run(optimizer, loop)
     torch.manual_seed(5)
@@ -104,7 +104,12 @@ def test_one_dcl_step_by_hand():
     model.weight.data.fill_(2.0)
     companion.weight.data.fill_(1.0)
     optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, weight=3.0, alpha=0.75, companion=companion
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        weight=3.0,
+        alpha=0.75,
+        companion=companion,
+        companion_fraction=1,
     )
     z = model(torch.ones(1, 1, dtype=torch.float64))
     (z.sum() + optimizer.penalty(z)).backward()  # the task's gradient is 1

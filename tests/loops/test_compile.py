@@ -60,7 +60,7 @@ def compiled(order: str, weight: float = 1.0, **options):
         call = nn.DataParallel(call)  # without a GPU it calls the module inside
     if order in ("outer module wrapped", "parallel around compiled"):
         wrapped = call
-    optimizer = DCLOptimizer(base, wrapped, weight=weight)
+    optimizer = DCLOptimizer(base, wrapped, weight=weight, companion_fraction=1)
     if order == "compiled after":
         call = torch.compile(model, **options)
     elif order == "compiled in place":
@@ -127,7 +127,9 @@ def test_wrapped_after_the_first_compiled_call():
     expected = Network(batch_norm_net())
     expected.load_state_dict(model.state_dict())
     for network, called in ((model, call), (expected, expected)):
-        optimizer = DCLOptimizer(torch.optim.SGD(network.parameters(), lr=0.1), network, weight=1.0)
+        optimizer = DCLOptimizer(
+            torch.optim.SGD(network.parameters(), lr=0.1), network, weight=1.0, companion_fraction=1
+        )
         train(called, optimizer, batches(3))
     assert_same(model, expected, rtol=1e-10, atol=1e-12)
 
@@ -139,7 +141,7 @@ def test_a_bare_sequential_has_its_hooks_in_the_graph_and_never_trains_unregular
     x, y = next(iter(batches(1)))
     if first_call:
         call(x)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
     with pytest.raises(Exception, match=r"Hook.__call__|it was compiled and called before it was wrapped"):
         train(call, optimizer, [(x, y)])
 
@@ -148,7 +150,7 @@ def test_a_compiled_loss_function():
     backend = Backend()
     models = Network(batch_norm_net()), Network(batch_norm_net())
     for model in models:
-        optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
+        optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
         loss_of = lambda x, y, model=model: F.cross_entropy(model(x), y)  # noqa: E731
         function = torch.compile(loss_of, backend=backend) if model is models[0] else loss_of
         for x, y in batches(3):

@@ -47,11 +47,11 @@ def wrap(variant: str, model: nn.Module, num_classes: int | None = None):
     if variant == "dcp":
         return DCPOptimizer(base, model, num_classes=num_classes, weight=1.0, alpha=0.6)
     if not isinstance(next(model.parameters()), DTensor):
-        return DCLOptimizer(base, model, weight=1.0)
+        return DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
 
     companion = sharded(seed=7)
     companion.load_state_dict(model.state_dict())
-    return DCLOptimizer(base, model, companion=companion, weight=1.0)
+    return DCLOptimizer(base, model, companion=companion, weight=1.0, companion_fraction=1)
 
 
 def train_rank(rank, model, optimizer, data, way="line") -> None:
@@ -130,7 +130,7 @@ def train_in_bfloat16(rank: int, folder: Path) -> None:
     def build(make: Any) -> Any:
         model, companion = make(0, dtype=torch.bfloat16), make(7, dtype=torch.bfloat16)
         base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, DCLOptimizer(base, model, companion=companion, weight=1.0)
+        return model, DCLOptimizer(base, model, companion=companion, weight=1.0, companion_fraction=1)
 
     def weights_of(optimizer: Any) -> list[torch.Tensor]:
         (group,) = optimizer.companion_optimizer.param_groups
@@ -157,7 +157,7 @@ def train_in_bfloat16(rank: int, folder: Path) -> None:
 def refuse_a_copy() -> None:
     """Of a sharded model; the error says what to do."""
     model = sharded()
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
     with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
         train(model, optimizer, batches(1))
     optimizer.detach()

@@ -30,7 +30,7 @@ dcl_optim.DCPOptimizer(base_optimizer, model, *, weight='auto', num_classes=None
     .penalty(self, logits, labels, *, ignore_index=-100)
     .prototypes
 dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, logits=None, process_group='auto', companion=None,
-        companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0, alpha=0.99, distance='mse',
+        companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=None, alpha=0.99, distance='mse',
         strict=True)
     .companion
     .companion_optimizer

@@ -93,7 +93,7 @@ def test_dcl(way: str) -> None:
     reference.train_dcl(sgd(model), companion, data)
     expected = network(4, dropout=0.2)
     before = copy.deepcopy(expected)
-    optimizer = DCLOptimizer(sgd(expected), expected, weight=0.7, alpha=0.5)
+    optimizer = DCLOptimizer(sgd(expected), expected, weight=0.7, alpha=0.5, companion_fraction=1)
     train(expected, optimizer, data, way)
     assert_same(model, expected, **CLOSE)
     assert_same(companion.network, optimizer.companion, **CLOSE)

@@ -42,6 +42,7 @@ class CompanionLearning(Plain):
     def __init__(self, setting: Setting, **options: Any) -> None:
         arguments, others = _split(options)
         build = arguments.pop("companion", None)
+        arguments.setdefault("companion_fraction", 1.0)  # what a run has must not change when a default does
         if arguments.pop("companion_every", 1) > 1:
             arguments["alpha"] = 1.0
 

@@ -78,7 +78,7 @@ class Training(Run):
         """An optimizer with DCL around it, where the configuration has it."""
         if self.configuration.method != "dcl":
             return base
-        return DCLOptimizer(base, model, **{**self.configuration.options, **more})
+        return DCLOptimizer(base, model, **{"companion_fraction": 1.0, **self.configuration.options, **more})
 
     def take_over(self, network: nn.Module) -> None:
         """Load the weights of the training that this one needs."""
