@@ -41,7 +41,7 @@ class DCLOptimizer(ForecastOptimizer):
     only. Draws depend on the number of the step: the script's generators are not used. A row is an index of dimension
     0 of the logits and of the tensors that the model is called with. The first batch tries whether the companion's
     logits of a part are those of the whole batch, in evaluation mode. Where they are not, it gets all rows, with a
-    warning. A new companion gets all rows of its first batch.
+    warning.
 
     **What the loss is multiplied by** (a gradient scaler, accumulation) is read from the gradient of a softmax
     cross-entropy. For every other loss add the penalty to it: ``loss = criterion(z, y) + optimizer.penalty(z)``.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim.companion.replay import Arguments
+from dcl_optim.companion.replay import Arguments, copied
 from dcl_optim.progress import are_close
 from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
 
@@ -108,10 +108,10 @@ def _is_same_by_rows(arguments: Arguments, call: Call, length: int, rows: Tensor
     """
     repeated = rows.repeat(length // len(rows) + 1)[:length]
     try:
-        whole = call(map_tensors(Tensor.clone, arguments))
+        whole = call(copied(arguments))
         expected = whole.index_select(0, rows)
         for chosen in (repeated, rows):
-            found = call(cut(map_tensors(Tensor.clone, arguments), length, chosen))
+            found = call(cut(copied(arguments), length, chosen))
             has_shape = found.shape == (len(chosen), *whole.shape[1:])
             if not has_shape or not (whole.is_meta or are_close(expected, found[: len(rows)], ROUNDING)):
                 return False

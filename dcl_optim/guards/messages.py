@@ -102,6 +102,11 @@ SOFTMAX_TWICE = (
     "the rows of the model's output are probabilities, and the loss applies softmax to them again.\n"
     "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/troubleshooting.md"
 )
+WRITES_INTO_ITS_INPUT = (
+    "the model's forward writes its logits into an object inside of its input, where the companion has put its own in "
+    "their place.\n"
+    "  Fix: return a new object from forward, or use DCP"
+)
 NOT_OF_THE_MODEL = (
     "penalty got logits of shape {} that no training forward pass of the wrapped model returned since the last step: "
     "call model.train() before it, and pass the tensor that the model returned, called as model(x), not in a reentrant "

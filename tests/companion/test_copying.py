@@ -217,16 +217,6 @@ def test_a_state_that_was_saved_before_the_first_forward_resumes_exactly() -> No
     assert_same(other.companion, optimizer.companion)
 
 
-def test_a_model_with_lazy_layers_is_refused_by_torch() -> None:
-    model = nn.Sequential(mlp()[0], nn.LazyLinear(CLASSES).double())
-    optimizer = wrap(model)
-    with pytest.raises(ValueError, match=r"uninitialized parameter.*Call `forward` with a dummy batch"):
-        model(one()[0])
-    optimizer.detach()
-    model(one()[0])
-    train(model, wrap(model), DATA)
-
-
 def test_a_state_that_is_refused_makes_no_copy() -> None:
     model, wide = mlp(), mlp(width=13)
     optimizer, other = wrap(model), wrap(wide)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, through_a_file, train, two_processes, wrap
+from tests.reference import train as train_by
 
 HALF = torch.bfloat16
 
@@ -61,10 +62,7 @@ def companions_way(dtype: torch.dtype, lr: float) -> float:
     start = nn.utils.parameters_to_vector(model.parameters()).detach().float()
     for _ in range(400):
         rows = torch.randint(512, (64,))
-        optimizer.zero_grad()
-        z = model(x[rows])
-        (F.cross_entropy(z, y[rows]) + optimizer.penalty(z)).backward()
-        optimizer.step()
+        train_by(optimizer, [(x[rows], y[rows])], loss=F.cross_entropy)
     assert (model(x).argmax(1) == y).all()
     end = nn.utils.parameters_to_vector(optimizer.companion.parameters()).detach().float()
     return float((end - start).norm())
@@ -211,23 +209,6 @@ def test_a_run_goes_on_bit_for_bit(again: Callable[[DCLOptimizer, str], DCLOptim
         train(each.model, each, half_batches(8, seed=5))
     assert_rounded(other)
     assert_same_state(whole, other)
-
-
-def test_a_state_of_the_networks_own_weights_loads() -> None:
-    """As they were saved once: in half precision, with the moments."""
-    optimizer, again = narrow(), narrow()
-    train(optimizer.model, optimizer, half_batches(5))
-    state = copy.deepcopy(optimizer.state_dict())
-    own = state["dcl_optim.DCLOptimizer"]["forecaster"]
-    own["model"] = dict(optimizer.companion.state_dict())
-    for moments in own["optimizer"]["state"].values():
-        moments["momentum_buffer"] = moments["momentum_buffer"].to(HALF)
-    again.load_state_dict(through_a_file(state))
-    assert_same(again.companion, optimizer.companion)
-    for weight, half in zip(weights_of(again), optimizer.companion.parameters(), strict=True):
-        assert torch.equal(weight, half.float())
-    train(again.model, again, half_batches(3))
-    assert_rounded(again)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])

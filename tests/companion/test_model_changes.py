@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from tests.helpers import (
     train,
     wrap,
 )
-from tests.reference import Rounded, dcl_step
+from tests.reference import Rounded, dcl_step, train_by_hand
 
 DATA = list(batches(5))
 AGAIN = r"trains other parameters than before.*the companion is copied from the model again"
@@ -143,10 +142,8 @@ def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name: str
     model, hand, start = MODELS[name](), MODELS[name](), MODELS[name]()
     optimizer = wrap(model, companion=Elsewhere(copy.deepcopy(model).to(dtype)))
     companion = Elsewhere(Rounded(copy.deepcopy(hand), dtype))
-    base, second = sgd(hand), sgd(companion)
     train(model, optimizer, batches(20))
-    for x, y in batches(20):
-        dcl_step(hand, companion, base, second, x, y, F.cross_entropy, mse)
+    train_by_hand(hand, sgd, batches(20), companion)
     assert_same(model, hand, rtol=1e-3, atol=1e-4)
     weights = nn.ParameterList(optimizer.companion_optimizer.param_groups[0]["params"])
     assert (flat(weights) - flat(companion)).norm() < 0.1 * (flat(companion) - flat(start)).norm()
@@ -240,17 +237,3 @@ def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place: bool
     with pytest.raises(RuntimeError, match=r"writes to the model's own tensors.*, or pass companion="):
         model(one()[0])
     optimizer.detach()
-
-
-def test_a_model_whose_parameters_are_another_list_trains() -> None:
-    class Listed(nn.Linear):
-        """As a MAML script: ``parameters`` gives those of the inner loop, as a list."""
-
-        def parameters(self, recurse: bool = True) -> Any:
-            return [self.weight]
-
-    model = Listed(FEATURES, CLASSES).double()
-    model.bias.requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    train(model, optimizer, batches(3))
-    assert optimizer.logs()["penalty"] > 0

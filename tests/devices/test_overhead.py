@@ -32,6 +32,7 @@ from tests.helpers import (
     sgd,
     two_processes,
 )
+from tests.reference import train, train_by_closures
 
 
 def dcl(model: nn.Module, **options: Any) -> DCLOptimizer:
@@ -42,39 +43,23 @@ def dcp(model: nn.Module, **options: Any) -> DCPOptimizer:
     return DCPOptimizer(sgd(model), model, **{"weight": 1.0, "alpha": 0.6, "num_classes": CLASSES} | options)
 
 
-def loss_of(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(optimizer.model(x), y)
-
-
 def plain(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(optimizer, x, y).backward()
-    optimizer.step()
+    train(optimizer, [(x, y)], "line", F.cross_entropy)
 
 
 def closed(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(optimizer, x, y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    train_by_closures(optimizer, [(x, y)], F.cross_entropy, "line")
 
 
 def accumulated(optimizer: Any, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     for part, labels in zip(x.chunk(2), y.chunk(2), strict=True):
-        (loss_of(optimizer, part, labels) / 2).backward()
+        (F.cross_entropy(optimizer.model(part), labels) / 2).backward()
     optimizer.step()
 
 
 def by_term(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    z = optimizer.model(x)
-    penalty = optimizer.penalty(z, y) if isinstance(optimizer, DCPOptimizer) else optimizer.penalty(z)
-    (F.cross_entropy(z, y) + penalty).backward()
-    optimizer.step()
+    train(optimizer, [(x, y)], "term", F.cross_entropy)
 
 
 LOOPS = {"plain": plain, "closure": closed, "accumulation": accumulated, "term": by_term}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ from pytorch_optimizer.base.exception import NoClosureError
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.distances import mse
-from tests.helpers import assert_same, batches, cells, mlp, train
-from tests.reference import dcl_step
+from tests.helpers import assert_same, batches, cells, mlp, sgd, through_a_file, train
+from tests.reference import train_by_hand
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
 
@@ -104,24 +103,12 @@ def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) 
 
 @pytest.mark.parametrize("name", cells(REPRODUCIBLE, *(name for name in REPRESENTATIVES if name in REPRODUCIBLE)))
 def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> None:
-    by_hand, model = mlp(), mlp()
-    companion = copy.deepcopy(by_hand)
+    model, data = mlp(), list(batches(STEPS.get(name, 14)))
     optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS))
-    base, companions = (in_training_mode(build(name, network)) for network in (by_hand, companion))
-    for x, y in batches(STEPS.get(name, 14)):
-        dcl_step(by_hand, companion, base, companions, x, y, F.cross_entropy, mse, **SETTINGS)
-    train(model, optimizer, batches(STEPS.get(name, 14)))
-    assert_same(by_hand, model, atol=1e-9)
-    assert_same(companion, optimizer.companion, atol=1e-9)
+    hand = train_by_hand(mlp(), lambda network: in_training_mode(build(name, network)), data, **SETTINGS)
+    train(model, optimizer, data)
+    assert_same(hand, (model, optimizer.companion), atol=1e-9)
     assert is_moved(optimizer.companion)
-
-
-def halfway(model: nn.Module, optimizer: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
-    torch.save(state, file)
-    file.seek(0)
-    return file
 
 
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
@@ -131,7 +118,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS))
     torch.manual_seed(7)
     train(model, optimizer, data[:8])
-    state = torch.load(halfway(model, optimizer), weights_only=name not in STATE_OF_OTHER_TYPES)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+    state = through_a_file(state, weights_only=name not in STATE_OF_OTHER_TYPES)
     train(model, optimizer, data[8:])
 
     second = DCLOptimizer(build(name, resumed), resumed, **SETTINGS)
@@ -159,15 +147,11 @@ def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companio
 
 
 def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_from_that() -> None:
-    by_hand, model = mlp(), mlp()
-    companion = copy.deepcopy(by_hand)
-    optimizer = DCLOptimizer(pytorch_optimizer.AdamMini(model, lr=0.01), model, **SETTINGS)
-    base, companions = (pytorch_optimizer.AdamMini(network, lr=0.01) for network in (by_hand, companion))
-    for x, y in batches(14):
-        dcl_step(by_hand, companion, base, companions, x, y, F.cross_entropy, mse, **SETTINGS)
+    model, make = mlp(), partial(pytorch_optimizer.AdamMini, lr=0.01)
+    optimizer = DCLOptimizer(make(model), model, **SETTINGS)
     train(model, optimizer, batches(14))
-    assert_same(by_hand, model, atol=1e-9)
-    assert_same(companion, optimizer.companion, atol=1e-9)
+    hand = train_by_hand(mlp(), make, batches(14), **SETTINGS)
+    assert_same(hand, (model, optimizer.companion), atol=1e-9)
     assert is_moved(optimizer.companion)
 
 
@@ -215,29 +199,24 @@ def test_a_wrapper_of_an_optimizer_trains_both_networks(name: str, way: str) -> 
     def make(weights: Any) -> torch.optim.Optimizer:
         return WRAPPERS[name](torch.optim.SGD(weights, lr=0.1))
 
-    by_hand, model = mlp(), mlp()
-    companion = copy.deepcopy(by_hand)
+    model, data = mlp(), list(batches(14))  # past the slow weights' first two updates
     optimizer = DCLOptimizer(
         make(model.parameters()), model, weight=0.3, companion_optimizer=None if way == "copied" else make
     )
-    base, second = make(by_hand.parameters()), make(companion.parameters())
-    for x, y in batches(14):  # past the slow weights' first two updates
-        dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
-    train(model, optimizer, batches(14))
-    assert_same(by_hand, model, atol=1e-9)
-    assert_same(companion, optimizer.companion, atol=1e-9)
+    train(model, optimizer, data)
+    hand = train_by_hand(mlp(), lambda network: make(network.parameters()), data, weight=0.3)
+    assert_same(hand, (model, optimizer.companion), atol=1e-9)
 
 
 @pytest.mark.parametrize("lookahead", [timm.optim.Lookahead, pytorch_optimizer.Lookahead])
 def test_lookahead_may_wrap_the_dcl_optimizer(lookahead: Any) -> None:
-    by_hand, model = mlp(), mlp()
-    companion = copy.deepcopy(by_hand)
-    sgd = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
-    second = torch.optim.SGD(companion.parameters(), lr=0.1, momentum=0.9)
-    base = lookahead(sgd, k=3)
-    inner = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, weight=0.3)
-    for x, y in batches(7):
-        dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
+    theirs, model = mlp(), mlp()
+    inner = DCLOptimizer(sgd(model), model, weight=0.3)
     train(model, lookahead(inner, k=3), batches(7))
-    assert_same(by_hand, model, atol=1e-12)
-    assert_same(companion, inner.companion, atol=1e-12)
+    hand = train_by_hand(
+        theirs,
+        lambda network: lookahead(sgd(network), k=3) if network is theirs else sgd(network),
+        batches(7),
+        weight=0.3,
+    )
+    assert_same(hand, (model, inner.companion), atol=1e-12)

@@ -41,7 +41,7 @@ FUNCTIONS = DISTANCES | {huber: huber}
 
 def test_squared_and_l1_by_hand():
     z, c = double([1, 3], [0, -2]), double([0, 1], [0, 2])
-    assert distances.squared(z, c).tolist() == [(1 + 4) / 2, 16 / 2]
+    assert distances.squared(z, c).tolist() == pytest.approx([(1 + 4) / 2, 16 / 2], rel=1e-15)
     assert distances.l1(z, c).tolist() == [(1 + 2) / 2, 4 / 2]
 
 

@@ -617,13 +617,3 @@ def test_ctrl_c_prints_what_is_done(folder: Path, capsys: pytest.CaptureFixture[
     (folder / "my-script.py").write_text(text)
     assert main(["compare", f"{folder / 'my-script.py'}:train"]) == 130
     assert "interrupted; seeds: 2;" in capsys.readouterr().out
-
-
-@pytest.mark.example
-def test_the_example_is_a_script_of_ones_own() -> None:
-    script = Path(__file__).parents[2] / "examples" / "own_script.py"
-    done = run("compare", f"{script}:train", "--methods", "0", "1", "--seeds", "1")
-    assert done.returncode == 0, done.stderr
-    plain, penalized = (float(line.split()[1]) for line in done.stdout.splitlines()[2:4])
-    assert 60 < plain < penalized
-    assert run("overhead", f"{script}:make", "--seconds", "0.05").returncode == 0
