@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from dcl_optim.companion import copying
 from dcl_optim.companion.network import CompanionOptions, Network
-from dcl_optim.companion.optimizer import are_zero, check_optimizer, with_note
-from dcl_optim.companion.replay import Arguments, Replay
+from dcl_optim.companion.optimizer import add_note, are_zero, check_optimizer
+from dcl_optim.companion.replay import Arguments, Replay, copied
 from dcl_optim.companion.rows import Rows, cut
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
@@ -120,6 +120,7 @@ class Companion(Forecaster):
         self._said: set[str] = set()
         self._masks = Masks()
         self._start()
+        # A copy is made at the first training forward pass, when the script has set up the model.
         if options.companion is not None:
             self._network = self._make()
 
@@ -144,12 +145,13 @@ class Companion(Forecaster):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
-        if self.network.has_changed():
-            self.network.has_predicted = False  # one that was given may share what trains now
+        network = self.network
+        if network.has_changed():
+            network.has_predicted = False  # one that was given may share what trains now
             if self._options.companion is None:
                 self.reset()
+                network = self.network
                 warn_once(self._said, COPIED_AGAIN)
-        network = self.network
         if network.loaded_since:
             warn_once(self._said, WEIGHTS_LOADED)
         network.follow()
@@ -158,14 +160,21 @@ class Companion(Forecaster):
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self.network
         arguments = self._replay.arguments(args, kwargs)
-        drawn = self._draw(network, forward, arguments)
-        shape = forward.shape
-        if drawn is not None:
-            arguments = cut(arguments, shape[0], drawn)
-            shape = torch.Size([len(drawn), *shape[1:]])
         call = self._call if network.has_predicted else self._call_first
-        with with_note(IN_COMPANION.format("forward")):
+        drawn = None
+        shape = forward.shape
+        if self._options.fraction != 1:
+            drawn = self._draw(network, forward, arguments)
+        try:
+            if drawn is not None:
+                if network.is_new and not network.has_predicted and self._options.companion is None:
+                    self._compare_whole(network, arguments, forward)
+                arguments = cut(arguments, shape[0], drawn)
+                shape = torch.Size([len(drawn), *shape[1:]])
             logits = call(network, arguments, forward)
+        except Exception as error:
+            add_note(error, IN_COMPANION.format("forward"))
+            raise
         if logits.shape != shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
@@ -176,13 +185,20 @@ class Companion(Forecaster):
         self._has_predicted = True
 
     def _draw(self, network: Network, forward: Forward, arguments: Arguments) -> Tensor | None:
-        """The numbers of the rows that the companion gets; None for all, as at the first prediction of a new one."""
-        if self._options.fraction == 1:
-            return None
+        """The numbers of the rows that the companion gets; None for all."""
         seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
         call = functools.partial(self._call, network)
-        drawn = self._rows.draw(forward.logits, arguments, network.module, call, seed)
-        return None if network.is_new else drawn
+        return self._rows.draw(forward.logits, arguments, network.module, call, seed)
+
+    def _compare_whole(self, network: Network, arguments: Arguments, forward: Forward) -> None:
+        """Check that a new copy equals the model, of the whole batch, but without a graph, and leave no trace."""
+        before = [buffer.clone() for buffer in network.module.buffers()]
+        with torch.no_grad():
+            logits = self._call(network, copied(arguments))
+            for buffer, value in zip(network.module.buffers(), before, strict=True):
+                buffer.copy_(value)
+        if logits.shape == forward.shape:
+            copying.require_equal(forward.logits, logits)
 
     def _call(self, network: Network, arguments: Arguments, forward: Any = None) -> Tensor:
         return find_logits(self._replay.call(network.module, *arguments), self._logits)
@@ -226,7 +242,7 @@ class Companion(Forecaster):
         if not len(forward.rows):
             return
         logits = prediction.logits
-        prediction.logits = logits.detach()
+        prediction.logits = logits.detach()  # the graph waits in _pending, for one backward pass of all together
         z, c = pull.lesson
         towards = pull_towards_target(self.distance, z, c, pull, alpha)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
@@ -264,9 +280,12 @@ class Companion(Forecaster):
         self.network.is_new = False
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
-        no_autocast = torch.autocast(logits[0].device.type, enabled=False)  # under which no backward pass is to run
-        with with_note(IN_COMPANION.format("backward")), no_autocast:
-            torch.autograd.backward(logits, gradients)
+        try:
+            with torch.autocast(logits[0].device.type, enabled=False):  # under which no backward pass is to run
+                torch.autograd.backward(logits, gradients)
+        except Exception as error:
+            add_note(error, IN_COMPANION.format("backward"))
+            raise
 
     def learn(self, alpha: float) -> None:
         if self._pending:  # which only compiled autograd leaves
@@ -280,7 +299,8 @@ class Companion(Forecaster):
                 parts = local_parts(gradients) if network.has_shards else gradients
                 divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
                 torch._foreach_div_(parts, divisor)
-            self._group.average(gradients)
+            if has_ranks:
+                self._group.average(gradients)
             network.step()
         self._start()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion.copying import build
-from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, are_zero, make_optimizer, with_note
+from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, add_note, are_zero, make_optimizer
 from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
 from dcl_optim.pytorch.internals import count_as_step
@@ -43,7 +43,7 @@ class CompanionOptions:
     companion: nn.Module | None = None
     make_optimizer: MakeOptimizer | None = None
     lr_scale: float = 1.0
-    fraction: float = 1.0
+    fraction: float | None = None
     process_group: Any = "auto"
 
 
@@ -82,7 +82,7 @@ class Network:
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
-        self._known = _numbers_of_groups(_trained_by(base))
+        self._known = _numbers_of_groups(base)
         self._seen: list[Any] = []  # what was trained at the last forward, and where it was
         with forked_rng(next(parameters_of(base)).device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
@@ -114,11 +114,13 @@ class Network:
         The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
         """
         # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
-        trained = _trained_by(self._base)
-        seen = [(list(map(id, group)), list(map(_place, group))) for group in trained]
+        seen = []
+        for group in self._base.param_groups:
+            trained = list(filter(requires_grad, group["params"]))
+            seen.append((list(map(id, trained)), list(map(_place, trained))))
         if seen == self._seen:
             return False
-        numbers = _numbers_of_groups(trained)
+        numbers = _numbers_of_groups(self._base)
         if self._twins.keys().isdisjoint(numbers) and has_other_parameters(self._base, self._model):
             raise ValueError(REPLACED)
         self._seen = seen
@@ -189,8 +191,12 @@ class Network:
             draws: AbstractContextManager[Any] = nullcontext()
             if not type(self.optimizer).__module__.startswith("torch.optim"):  # whose optimizers draw nothing
                 draws = forked_rng(next(parameters_of(self.optimizer)).device)
-            with draws, with_note(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
-                self.optimizer.step()
+            try:
+                with draws:
+                    self.optimizer.step()
+            except Exception as error:
+                add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
+                raise
             if self.wide.weights:
                 self.wide.write_network()
         else:
@@ -264,13 +270,10 @@ def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dic
     return twins, [parameter for name, parameter in own.items() if name not in theirs]
 
 
-def _trained_by(base: Optimizer) -> list[list[Tensor]]:
-    """What a base optimizer trains, group by group."""
-    return [list(filter(requires_grad, group["params"])) for group in base.param_groups]
-
-
-def _numbers_of_groups(groups: list[list[Tensor]]) -> dict[Tensor, int]:
-    return {parameter: number for number, group in enumerate(groups) for parameter in group}
+def _numbers_of_groups(base: Optimizer) -> dict[Tensor, int]:
+    """The number of its group for each parameter that a base optimizer trains."""
+    groups = enumerate(base.param_groups)
+    return {parameter: number for number, group in groups for parameter in filter(requires_grad, group["params"])}
 
 
 def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dcl_optim.guards import messages
 from dcl_optim.guards.first_look import FirstLook, refuse_in_batch, refuse_sigmoid
 from dcl_optim.guards.reading import ReadingGuard
 from dcl_optim.loss.reader import LossReader
-from dcl_optim.penalty.distances import mse, squared
+from dcl_optim.penalty.distances import SquaredDistance
 from dcl_optim.penalty.weights import Checked, FollowingFit
 from dcl_optim.progress import Forward, Progress, Stage
 from dcl_optim.pytorch.internals import REPLICA, version, warn_once
@@ -183,8 +183,9 @@ class Guards:
     def _check_strength(self, last: Any, weight: Checked | FollowingFit) -> None:
         """Warn of a penalty with a given weight that is more than half of log K, the loss of a guess. Synchronizes."""
         num_classes = self._forecaster.num_classes
-        is_squared = self._forecaster.distance in (mse, squared)  # others have other sizes
-        if num_classes < 2 or isinstance(weight, FollowingFit) or not is_squared:
+        if num_classes < 2 or isinstance(weight, FollowingFit):
+            return
+        if not isinstance(self._forecaster.distance, SquaredDistance):  # others have other sizes
             return
         penalty = float(last.weight) * float(last.penalty())
         guess = math.log(num_classes)

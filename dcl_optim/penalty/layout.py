@@ -86,12 +86,10 @@ class Masks:
 
     def look_for(self, logits: Tensor) -> None:
         """Look whether logits have some. Synchronizes."""
-        self.are_there |= bool((logits <= -MASKED).any())
+        self.are_there = self.are_there or bool((logits <= -MASKED).any())
 
     def left_out(self, rows: Tensor) -> Tensor:
         """Set those of rows to minus infinity."""
-        if not self.are_there:
-            return rows
         return rows.masked_fill(rows <= rows.amax(1, keepdim=True) - MASKED, -torch.inf)
 
 

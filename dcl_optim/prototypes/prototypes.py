@@ -32,7 +32,7 @@ OTHER_WIDTH = (
 
 
 class Lesson(NamedTuple):
-    """What a batch shows, without its labels.
+    """What a batch shows, without its labels: made in ``pull``, kept until ``observe``, which may overwrite it.
 
     Attributes:
         values: the differences z - p of rows with one class each; of rows with soft labels the logits z. (N, K).
@@ -129,7 +129,7 @@ class Prototypes(Forecaster):
     def train_accuracy(self) -> Tensor:
         return self._state.fit[0] / self._state.fit[1]
 
-    def figures(self) -> dict[str, Any]:
+    def logs(self) -> dict[str, Any]:
         return {"train_accuracy": self.train_accuracy()} if self.num_classes > self._measures_from else {}
 
     # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) --------------------------------------------------------------------
@@ -144,8 +144,10 @@ class Prototypes(Forecaster):
             self._follow(z)
         if forward.may_read:
             self._masks.look_for(z)
-        z = self._masks.left_out(z)
+        if self._masks.are_there:
+            z = self._masks.left_out(z)
         is_soft = labels.rows.ndim > 1
+        # Rows without a label have class K, whose prototype is 0 and whose number stays below 0: their weight is 0.
         if is_soft:
             c, weights = self._of_shares(labels.rows)
         else:

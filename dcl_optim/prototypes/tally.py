@@ -115,6 +115,7 @@ def learn_(state: State, tally: Tally, alpha: float, counts_rows: bool) -> None:
         divisors = counts / (1.0 - alpha * state.numbers.clamp(0.0, 1.0))
     torch.where(ages, numbers, state.numbers, out=state.numbers)
     divisors = torch.where(is_here, divisors, constant(math.inf, counts.device)).unsqueeze(1)
+    # Now n is that of after the step, and the tally has differences to the prototypes of before: add them, divided.
     if tally.sums is not None:
         state.values.addcdiv_(tally.sums, divisors)
     for classes, apart in tally.parts:

@@ -27,7 +27,7 @@ from tests.helpers import (
     train,
     wrap,
 )
-from tests.reference import Rounded, dcl_step
+from tests.reference import Rounded, dcl_step, train_by_hand
 
 DATA = list(batches(5))
 AGAIN = r"trains other parameters than before.*the companion is copied from the model again"
@@ -76,16 +76,6 @@ def test_of_a_model_that_is_converted_in_mid_run_there_is_another_copy_and_a_war
         train(model, optimizer, [(DATA[2][0].float(), DATA[2][1])])
     assert optimizer.logs()["penalty"] == 0
     assert_same(optimizer.companion, expected)
-
-
-def test_a_companion_that_was_asked_for_before_the_model_is_converted_is_copied_again() -> None:
-    model = mlp()
-    optimizer = wrap(model)
-    assert optimizer.companion[0].weight.dtype == torch.float64
-    model.float()
-    with pytest.warns(UserWarning, match="the model was moved: the companion is copied from the model again"):
-        model(DATA[0][0].float())
-    assert_same(optimizer.companion, model)
 
 
 def test_layers_that_are_frozen_in_turn_keep_their_companion() -> None:
@@ -143,10 +133,8 @@ def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name: str
     model, hand, start = MODELS[name](), MODELS[name](), MODELS[name]()
     optimizer = wrap(model, companion=Elsewhere(copy.deepcopy(model).to(dtype)))
     companion = Elsewhere(Rounded(copy.deepcopy(hand), dtype))
-    base, second = sgd(hand), sgd(companion)
     train(model, optimizer, batches(20))
-    for x, y in batches(20):
-        dcl_step(hand, companion, base, second, x, y, F.cross_entropy, mse)
+    train_by_hand(hand, sgd, batches(20), companion)
     assert_same(model, hand, rtol=1e-3, atol=1e-4)
     weights = nn.ParameterList(optimizer.companion_optimizer.param_groups[0]["params"])
     assert (flat(weights) - flat(companion)).norm() < 0.1 * (flat(companion) - flat(start)).norm()
@@ -166,7 +154,11 @@ def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does()
 
     model = mlp()
     whole = copy.deepcopy(model)
-    train(model, DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, companion=whole), DATA)
+    train(
+        model,
+        DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, companion=whole, companion_fraction=1),
+        DATA,
+    )
     assert_same(whole[0], mlp()[0])
     assert not torch.equal(whole[2].weight, mlp()[2].weight)
 
@@ -190,7 +182,7 @@ def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen: bool) -> N
     """Frozen parameters are the very same; others, which may get gradients of the script's, share their memory."""
     model = mlp()
     model[0].requires_grad_(not frozen)
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=0.0)
+    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=0.0, companion_fraction=1)
     alone = copy.deepcopy(model)
     base = torch.optim.SGD(alone[2].parameters(), lr=0.1)
     for batch in DATA:
@@ -371,6 +363,6 @@ def test_a_model_whose_parameters_are_another_list_trains() -> None:
 
     model = Listed(FEATURES, CLASSES).double()
     model.bias.requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion_fraction=1)
     train(model, optimizer, batches(3))
     assert optimizer.logs()["penalty"] > 0

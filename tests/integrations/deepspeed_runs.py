@@ -36,7 +36,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 class Prototypes:
-    """DCP as docs/dcp-in-60-lines.md has it, with the sums over the ranks."""
+    """DCP as dcl_optim/reference.py has it, with the sums over the ranks."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(CLASSES, CLASSES)

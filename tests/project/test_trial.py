@@ -91,7 +91,7 @@ def test_the_table_has_times_ratios_and_bytes(capsys: pytest.CaptureFixture[str]
         assert 0.2 < row.ratio / (row.milliseconds / plain.milliseconds) < 5
     prototypes = 3 * 3 * 4 + 3 * 4 + 2 * 4  # with the rows of each class and the running accuracy
     assert {row.state_bytes for row in others if row.name.startswith("DCP")} == {prototypes}
-    wrapped = DCLOptimizer(optimizer, model)
+    wrapped = DCLOptimizer(optimizer, model, companion_fraction=1)
     parameters = sum(parameter.nbytes for parameter in wrapped.companion.parameters())
     assert all(row.state_bytes > 3 * parameters for row in others if row.name.startswith("DCL"))  # with Adam's moments
     assert {row.peak_bytes for row in measured.rows} == {None}  # a CPU does not tell it
@@ -617,13 +617,3 @@ def test_ctrl_c_prints_what_is_done(folder: Path, capsys: pytest.CaptureFixture[
     (folder / "my-script.py").write_text(text)
     assert main(["compare", f"{folder / 'my-script.py'}:train"]) == 130
     assert "interrupted; seeds: 2;" in capsys.readouterr().out
-
-
-@pytest.mark.example
-def test_the_example_is_a_script_of_ones_own() -> None:
-    script = Path(__file__).parents[2] / "examples" / "own_script.py"
-    done = run("compare", f"{script}:train", "--methods", "0", "1", "--seeds", "1")
-    assert done.returncode == 0, done.stderr
-    plain, penalized = (float(line.split()[1]) for line in done.stdout.splitlines()[2:4])
-    assert 60 < plain < penalized
-    assert run("overhead", f"{script}:make", "--seconds", "0.05").returncode == 0

@@ -187,7 +187,7 @@ OPENED = pytest.mark.filterwarnings("ignore:the companion's logits are masked")
 def with_a_companion(number: float, adds: bool = False, **options: Any) -> DCLOptimizer:
     model = Masked(opened_later, number, adds)
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return DCLOptimizer(base, model, **{"weight": 0.7, "alpha": 0.6} | options)
+    return DCLOptimizer(base, model, **{"weight": 0.7, "alpha": 0.6} | options, companion_fraction=1)
 
 
 def train_on(optimizer: Any, data: Any, way: str) -> list[float]:
