@@ -19,7 +19,8 @@ Scale = float | Tensor
 class Pull(NamedTuple):
     r"""The penalty :math:`\Delta(z, c) = \frac1n\sum_i w_i\,\delta(z_i, c_i)` of N rows, with its gradient for z.
 
-    The gradient of row i is ``slope[i] * factor * weights[i] / lengths[i]``.
+    The gradient of row i is ``slope[i] * factor * weights[i] / lengths[i]``. These stay apart until :meth:`gradient`
+    gets λ and s, so that the N x K numbers of the slope are multiplied once.
 
     Attributes:
         value: called with a factor, or without one for 1, it gives the penalty times that, a scalar: only logs and the
