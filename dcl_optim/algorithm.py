@@ -95,7 +95,9 @@ class Algorithm:
         self._attach()
 
     def _attach(self) -> None:
-        self.hooks = ModuleHooks(self, self.model, unwrapped(self.model), self.forecaster.predicts)
+        self.hooks = ModuleHooks(
+            self, self.model, unwrapped(self.model), self.forecaster.predicts, self.guards.forward_alone
+        )
 
     # ---- the forward pass: c = f(ω, x) -------------------------------------------------------------------------------
 
@@ -171,7 +173,7 @@ class Algorithm:
         if self.weight.constant != 0:
             as_logits = gradient.shape, gradient.dtype, forward.class_dim
             regularized = pull.gradient(*as_logits, reading.scale, weight, added_to=gradient)
-        self._learn(forward, pull, labels, reading.scale, weight, reading.scale)
+        self._learn(forward, pull, labels, reading.scale, weight, reading.scale, reading.fits)
         return regularized
 
     def _at_source(self, forward: Forward, index: int, gradients: tuple[Tensor, ...]) -> Any:
@@ -207,11 +209,18 @@ class Algorithm:
         return True
 
     def _learn(
-        self, forward: Forward, pull: Pull, labels: Labels | None, share: Scale, weight: Scale, scale: Scale
+        self,
+        forward: Forward,
+        pull: Pull,
+        labels: Labels | None,
+        share: Scale,
+        weight: Scale,
+        scale: Scale,
+        is_read: Tensor,
     ) -> None:
         """Let the forecaster learn from a forward pass, once, which weighs this much among those of the step."""
         alpha = self.alpha(forward.step_number)
-        self.last = Logged(pull.value, weight, alpha, scale)
+        self.last = Logged(lambda: pull.value().where(is_read, torch.nan), weight, alpha, scale)
         if forward.outcome is not Outcome.LEARNED and self.progress.learns:
             forward.outcome = Outcome.LEARNED
             self.forecaster.observe(forward, pull, labels, share, alpha)
@@ -244,29 +253,30 @@ class Algorithm:
         if forward.outcome is Outcome.RELEASED:
             self.guards.step_is_over()
             return None
-        pull, labels, weight, value = forward.given
+        pull, labels, weight, _ = forward.given
         if forward.outcome is Outcome.LEARNED and self.forecaster.predicts:  # what has learned may have overwritten it
             pull = self.forecaster.pull(forward, labels)
         gradient = None
         if self.weight.constant != 0 or in_compiled_autograd():  # which takes no None
             gradient = pull.gradient(forward.shape, dtype, forward.class_dim, s, weight)
         if self._is_of_training(forward):
-            self._learn_from_term(forward, pull, labels, s, weight, value)
+            self._learn_from_term(forward, pull, s)
         return gradient
 
-    def _learn_from_term(
-        self, forward: Forward, pull: Pull, labels: Labels | None, s: Tensor, weight: Scale, value: Tensor
-    ) -> None:
+    def _learn_from_term(self, forward: Forward, pull: Pull, s: Tensor) -> None:
+        _, labels, weight, value = forward.given
         share = s
         if labels is None:
             share = torch.hypot(s, constant(LEAST_SCALE, s.device))  # |s|, but never 0
         is_finite = torch.add(value, share, alpha=0) < torch.inf  # 0 times infinity is nan
         if not forward.may_read:
             labels, share = _only_if(is_finite, labels, share, forward.rows.shape[1])
+            self.reader.not_counted.append((constant(1.0, value.device), is_finite))
         elif not bool(is_finite):
             self.progress.not_finite = True
+            self.reader.num_skipped += 1
             return
-        self._learn(forward, pull, labels, share, weight, s)
+        self._learn(forward, pull, labels, share, weight, s, is_finite)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 

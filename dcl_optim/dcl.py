@@ -155,7 +155,7 @@ class DCLOptimizer(ForecastOptimizer):
         )
 
     @outside_compiled_graphs
-    def penalty(self, logits: Tensor) -> Tensor:
+    def penalty(self, logits: Tensor, labels: Any = None, *, ignore_index: int = -100) -> Tensor:
         r"""The weighted penalty :math:`\lambda\,\Delta(z, c)`, a term to add to any loss as returned.
 
         The weight :math:`\lambda` is in it: to multiply it by another factor than the loss is to change the weight.
@@ -169,6 +169,8 @@ class DCLOptimizer(ForecastOptimizer):
             logits: z, what the model's training forward pass returned, or the tensor that ``logits=`` made of it. The
                 rows of the distance lie along dimension 1, as in ``F.cross_entropy``, or along the dimension of the
                 classes that an earlier cross-entropy showed.
+            labels, ignore_index: what DCPOptimizer's penalty takes, so that a script which compares both needs no
+                branch. DCL does not use them: it pulls rows without a label too.
 
         Returns:
             A scalar in float32 or wider, differentiable once with respect to the logits.

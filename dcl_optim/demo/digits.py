@@ -54,10 +54,8 @@ def train(
             optimizer.zero_grad()
             z = model(images[batch])
             loss = criterion(z, labels[batch])
-            if isinstance(optimizer, DCPOptimizer):
+            if isinstance(optimizer, (DCPOptimizer, DCLOptimizer)):
                 loss = loss + optimizer.penalty(z, labels[batch])
-            elif isinstance(optimizer, DCLOptimizer):
-                loss = loss + optimizer.penalty(z)
             loss.backward()
             optimizer.step()
         scheduler.step()

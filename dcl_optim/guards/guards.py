@@ -17,7 +17,7 @@ from dcl_optim.loss.reader import LossReader
 from dcl_optim.penalty.distances import SquaredDistance
 from dcl_optim.penalty.weights import Checked, FollowingFit
 from dcl_optim.progress import Forward, Progress, Stage
-from dcl_optim.pytorch.internals import REPLICA, version, warn_once
+from dcl_optim.pytorch.internals import REPLICA, version, warn, warn_once
 from dcl_optim.pytorch.outputs import NoLogits
 from dcl_optim.pytorch.parameters import has_other_parameters, have_gradients
 from dcl_optim.pytorch.synchronization import is_sync_step
@@ -62,6 +62,12 @@ class Guards:
         self._step_number = 0
         self._version = 0  # of a trained parameter
         self._num_changes = 0  # of the weights since the last step
+
+    @staticmethod
+    def forward_alone(module: nn.Module, *_: Any) -> None:
+        """Warn of a training forward pass of a model whose wrapper is gone, and saw none."""
+        if module.training:
+            warn(messages.NOT_KEPT)
 
     # ---- a forward pass ----------------------------------------------------------------------------------------------
 
@@ -130,14 +136,17 @@ class Guards:
             raise RuntimeError(message.format(self._name))
         if forward is None:
             raise ValueError(messages.NOT_OF_THE_MODEL.format(tuple(z.shape)))
-        if labels is None or self._first_look.is_over:
+        if self._first_look.is_over:
             return
-        refuse_sigmoid(z)
+        if labels is not None:
+            refuse_sigmoid(z)
         if not forward.may_read:
             return
         self._refuse_in_batch(forward, labels)
         if self._first_look.are_probabilities(forward.rows):
-            raise ValueError(messages.PROBABILITIES)
+            if labels is not None:
+                raise ValueError(messages.PROBABILITIES)
+            warn_once(self._said, messages.PROBABILITIES)  # which are outputs that DCL may have
 
     # ---- a step ------------------------------------------------------------------------------------------------------
 
@@ -156,8 +165,10 @@ class Guards:
         if stage is Stage.CALLED and self._is_strict:
             raise RuntimeError(messages.NOT_ADDED.format(self._name))
         if not have_gradients(self._base):
+            if stage is Stage.NOTHING and progress.number == 2:  # scripts step once so that no scheduler warns
+                warn(messages.NO_GRADIENTS)
             return
-        if uses_term:
+        if uses_term and stage is not Stage.NOTHING:
             warn_once(self._said, messages.WITHOUT_TERM.format(self._name))
         elif self._is_strict:
             raise RuntimeError(self._not_regularized(stage))

@@ -8,8 +8,19 @@ TERMS = {False: "loss + optimizer.penalty(logits)", True: "loss + optimizer.pena
 
 NOT_FINITE = (
     "non-finite logits or loss: a batch whose logits or whose gradient of them is not finite gets no penalty, and "
-    "neither the companion nor the prototypes learn from it.\n  Fix: if these are logits of rows without a label, "
-    "leave these rows out, as in optimizer.penalty(z[keep], y[keep])"
+    "neither the companion nor the prototypes learn from it.\n  Fix: if weights are not finite, training has diverged: "
+    "lower the learning rate. One NaN in an input makes all weights NaN, also without the wrapper: leave it out.\n"
+    "  Logits of rows without a label may be nan: leave these rows out, as in optimizer.penalty(z[keep], y[keep])"
+)
+NOT_KEPT = (
+    "the model is trained, but the DCPOptimizer or DCLOptimizer around its optimizer is gone, since no variable holds "
+    "it: there is no penalty.\n"
+    "  Fix: optimizer = DCPOptimizer(optimizer, model), and step it. If no penalty is meant, call its detach()"
+)
+NO_GRADIENTS = (
+    "step found no gradients, and no training forward pass of the model: nothing is trained.\n"
+    "  Fix: wrap the model that is called, with an optimizer of its parameters: one that was built again, or a copy, "
+    "has others"
 )
 REPLICATED = (
     "model was wrapped by nn.DataParallel after it was given to the optimizer, whose hooks then run once for each part "

@@ -65,6 +65,7 @@ class LossReader:
         unread: why the last gradient was not read; None if it was, or if it is zero or not finite.
         is_certain: whether the form was chosen from batches of which the model is certain.
         num_skipped: gradients that were not read, of those that were counted.
+        not_counted: of others, whether they have labels, and whether they were read, on the device.
     """
 
     def __init__(self, reads_labels: bool) -> None:
@@ -76,7 +77,7 @@ class LossReader:
         self.is_certain = False
         self.num_skipped = 0
         self._num_certain = 0  # first batches, one after the other, of which the model is certain, with one plain form
-        self._not_counted: list[tuple[Tensor, Tensor]] = []  # num_live and fits of readings that were not looked at
+        self.not_counted: list[tuple[Tensor, Tensor]] = []
 
     def state(self) -> dict[str, Any]:
         """What a resumed run has to know. Synchronizes."""
@@ -117,7 +118,7 @@ class LossReader:
             if reading is None:
                 return None
         elif not forward.may_read:
-            self._not_counted.append((reading.num_live, reading.fits))
+            self.not_counted.append((reading.num_live, reading.fits))
             if not self.reads_labels:
                 reading = reading._replace(scale=reading.scale * reading.fits)
         self.scale = reading.scale
@@ -181,10 +182,10 @@ class LossReader:
 
     def count(self) -> None:
         """Count the unread gradients of those that were noted. Synchronizes."""
-        if self._not_counted:
-            num_live, fits = map(torch.stack, zip(*self._not_counted, strict=True))
+        if self.not_counted:
+            num_live, fits = map(torch.stack, zip(*self.not_counted, strict=True))
             self.num_skipped += int(((num_live > 0) & ~fits).sum())
-            self._not_counted = []
+            self.not_counted = []
 
 
 def _why(z: Tensor, gradient: Tensor, dim: int, sums: float) -> Unread:

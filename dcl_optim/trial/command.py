@@ -1,11 +1,11 @@
-"""``python -m dcl_optim compare my_script.py:train`` and ``overhead my_script.py:make``: a trial from the shell."""
+"""The commands ``compare my_script.py:train`` and ``overhead my_script.py:make``: a trial from the shell."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -14,52 +14,29 @@ from typing import Any
 from dcl_optim.trial.comparison import METHODS, SEEDS, Comparison, compare
 from dcl_optim.trial.costs import SECONDS, overhead
 
-__all__ = ["COMMANDS", "main", "report"]
-
-
-COMMANDS = ("compare", "overhead")
+__all__ = ["WrongFunctionError", "add_commands", "report"]
 
 
 class WrongFunctionError(Exception):
     """What the command line names is not there, or does not return what the command needs."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command, print its table and return the exit code: 130 after Ctrl-C.
-
-    Args:
-        argv: the name of the command and its arguments.
-
-    Raises:
-        SystemExit: an argument is wrong, or the file has no such function; with code 2.
-    """
-    parser = _make_parser()
-    args = parser.parse_args(argv)
-    try:
-        return int(args.run(load(args.function), args))
-    except (ImportError, WrongFunctionError) as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        return 130
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m dcl_optim", description="What DCP and DCL do in your script.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-    gains = commands.add_parser("compare", help="train in several ways over the same seeds")
-    gains.add_argument("function", metavar="FILE:FUNCTION", help="takes (method, seed) and returns the accuracy")
+def add_commands(commands: Any) -> None:
+    """Add both to the subparsers of a command line, each with a function of the arguments as ``run``."""
+    gains = commands.add_parser("compare", help="train your script in several ways over the same seeds")
+    function_help = "takes (method, seed) and returns the accuracy in percent, or another figure: more is better"
+    gains.add_argument("function", metavar="FILE:FUNCTION", help=function_help)
     methods_help = "numbers or names; the others are compared to the first (default: the weights 0, auto and 1)"
     gains.add_argument("--methods", nargs="+", type=_number, default=METHODS, metavar="METHOD", help=methods_help)
     gains.add_argument("--seeds", type=int, default=SEEDS, metavar="N", help="how many (default: %(default)s)")
     gains.add_argument("--out", type=Path, metavar="FOLDER", help="write results.json and curves.png")
     gains.set_defaults(run=_compare)
-    costs = commands.add_parser("overhead", help="time a step of yours with DCP and with DCL, and without")
+    costs = commands.add_parser("overhead", help="time a step of your script with DCP and with DCL, and without")
     costs_help = "returns (model, optimizer, batch) or, with the loss, four"
     costs.add_argument("function", metavar="FILE:FUNCTION", help=costs_help)
     seconds_help = "about how long to measure (default: %(default)g)"
     costs.add_argument("--seconds", type=float, default=SECONDS, help=seconds_help)
     costs.set_defaults(run=_overhead)
-    return parser
 
 
 def _number(text: str) -> float | str:
@@ -71,8 +48,8 @@ def _number(text: str) -> float | str:
     return int(number) if number.is_integer() else number
 
 
-def _compare(function: Callable[[Any, int], Any], args: argparse.Namespace) -> int:
-    return report(compare(function, args.methods, args.seeds), args.out, args.function)
+def _compare(args: argparse.Namespace) -> int:
+    return report(compare(load(args.function), args.methods, args.seeds), args.out, args.function)
 
 
 def report(found: Comparison, out: Path | None, title: str) -> int:
@@ -92,8 +69,8 @@ def report(found: Comparison, out: Path | None, title: str) -> int:
     return 130 if found.interrupted else 0
 
 
-def _overhead(function: Callable[[], Any], args: argparse.Namespace) -> int:
-    made = function()
+def _overhead(args: argparse.Namespace) -> int:
+    made = load(args.function)()
     if not isinstance(made, tuple) or len(made) not in (3, 4):
         raise WrongFunctionError(
             f"{args.function} must return (model, optimizer, batch) or (model, optimizer, batch, loss)"

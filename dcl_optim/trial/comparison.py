@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import combinations
@@ -25,6 +28,7 @@ __all__ = ["Comparison", "compare"]
 
 METHODS = {"plain": 0, "DCP": "auto", "DCP, weight=1": 1}
 SEEDS = 10
+ROUNDING = 1e-9  # of the largest figure: a smaller error is one of the arithmetic
 SUSPICIOUS = 3  # seeds with the same figure: said at once, before hours of training
 CHANCE = 0.05
 LINE_EVERY = 60.0  # seconds, where the progress is no bar on a terminal
@@ -110,9 +114,10 @@ class Comparison:
 
         p = self.p_values()
         body = []
+        places = self._places((name, self.first) for name in self.curves)
         for name, figures in self.figures.items():
-            gain = "" if name == self.first else _shown(self.gains(name, self.first), sign="+")
-            body.append([name, _shown(figures), gain, probability_cell(p.get(name))])
+            gain = "" if name == self.first else _shown(self.gains(name, self.first), places, "+")
+            body.append([name, _shown(figures, places), gain, probability_cell(p.get(name))])
         head = ["method", "mean", f"minus {self.first}", "p"]
         table = tabulate(body, head, disable_numparse=True, colalign=("left", "right", "right", "right"))
         early = "interrupted; " if self.interrupted else ""
@@ -123,11 +128,13 @@ class Comparison:
 
     def _verdict(self) -> list[str]:
         """Say which of the methods beside the first differ from one another, by the same test."""
-        p = self._tests(combinations(list(self.curves)[1:], 2))
+        pairs = list(combinations(list(self.curves)[1:], 2))
+        p = self._tests(pairs)
         if not p:
             return []
+        places = self._places(pairs)
         differ = [
-            f"{name} minus {other}: {_shown(self.gains(name, other), sign='+')}"
+            f"{name} minus {other}: {_shown(self.gains(name, other), places, '+')}"
             for (name, other), value in p.items()
             if value < CHANCE
         ]
@@ -135,20 +142,35 @@ class Comparison:
             return [f"No two of the methods beside {self.first} differ (p >= {CHANCE})."]
         return [f"Of the methods beside {self.first} these differ (p < {CHANCE}):", *differ]
 
+    def _places(self, pairs: Iterable[tuple[str, str]]) -> int:
+        """Count the decimals that show two digits of the smallest error, or four of the figures if there is none."""
+        figures = [values for values in self.figures.values() if _are_finite(values)]
+        size = max((abs(value) for values in figures for value in values), default=0.0)
+        gains = [self.gains(*pair) for pair in pairs]
+        errors = [mean_and_error(values)[1] or 0.0 for values in (*figures, *gains) if _are_finite(values)]
+        shown = [error for error in errors if error > ROUNDING * size]
+        if shown:
+            return max(2, 1 - math.floor(math.log10(min(shown))))
+        return max(2, 3 - math.floor(math.log10(size))) if size else 2
+
     def notes(self) -> list[str]:
         """Say what makes the figures doubtful: not finite, or the same where they should differ."""
         count = len(self.seeds)
-        if count == 1:
-            return ["One seed says nothing of noise: take ten."]
-        found = []
+        found = ["One seed says nothing of noise: take ten."] if count == 1 else []
         for name, figures in self.figures.items():
             if not _are_finite(figures):
-                found.append(f"{name} gave a figure that is not finite: not compared.")
-            elif len(set(figures)) == 1:
+                seeds = [
+                    str(seed) for seed, figure in zip(self.seeds, figures, strict=True) if not math.isfinite(figure)
+                ]
+                found.append(f"{name} gave a figure that is not finite (seed {', '.join(seeds)}): not compared.")
+            elif count > 1 and len(set(figures)) == 1:
                 said = f"{name} gave {figures[0]:g} in all {count} seeds"
                 found.append(f"{said}: does train use its seed, as in torch.manual_seed(seed)?")
-            if name != self.first and figures == self.figures[self.first]:
-                found.append(f"{name} gave what {self.first} gave in all {count} seeds: does train use its method?")
+            if count > 1 and name != self.first and figures == self.figures[self.first]:
+                said = f"{name} gave what {self.first} gave in all {count} seeds"
+                found.append(
+                    f"{said}: its effect is too small to change a prediction, or train does not use its method."
+                )
         return found
 
 
@@ -156,8 +178,8 @@ def _are_finite(figures: Iterable[float]) -> bool:
     return all(map(math.isfinite, figures))
 
 
-def _shown(values: Sequence[float], sign: str = "") -> str:
-    return plus_minus(*mean_and_error(values), sign=sign) if _are_finite(values) else "not finite"
+def _shown(values: Sequence[float], places: int, sign: str = "") -> str:
+    return plus_minus(*mean_and_error(values), sign, places) if _are_finite(values) else "not finite"
 
 
 def compare(
@@ -168,7 +190,7 @@ def compare(
     """Train in several ways, and compare them over the same seeds.
 
     It needs the extra ``trial``. Progress goes to stderr: a bar, or a line a minute where there is no terminal. After
-    Ctrl-C the finished seeds are returned.
+    Ctrl-C the finished seeds are returned. The table has as many digits as its errors need.
 
     Args:
         train: function of a method and a seed that trains a fresh model and returns its accuracy in percent, or another
@@ -207,22 +229,25 @@ def compare(
     numbers = list(range(seeds) if isinstance(seeds, int) else seeds)
     _check(chosen, numbers)
     found = Comparison({name: [] for name in chosen}, [])
-    total = len(numbers) * len(chosen)
-    pause = 0.1 if sys.stderr.isatty() else LINE_EVERY
+    is_terminal = sys.stderr.isatty()
+    said = time.monotonic()
     try:
-        with tqdm(total=total, desc="compare", miniters=1, mininterval=pause) as bar:
+        with tqdm(total=len(numbers) * len(chosen), desc="compare", file=None if is_terminal else io.StringIO()) as bar:
             for seed in numbers:
                 runs = {}
                 for name, method in chosen.items():
-                    runs[name] = _curve(train(method, seed), name, seed)
-                    bar.set_postfix_str(f"seed {seed}, {name} {runs[name][-1]:.2f}", refresh=False)
+                    with _with_note(method, seed, chosen is METHODS):
+                        runs[name] = _curve(train(method, seed), name, seed)
+                    bar.set_postfix_str(f"seed {seed}, {name} {runs[name][-1]:.4g}", refresh=False)
                     bar.update()
+                    if not is_terminal and (bar.n == bar.total or time.monotonic() - said >= LINE_EVERY):
+                        said = time.monotonic()
+                        print(bar, file=sys.stderr, flush=True)
                 for name, run in runs.items():
                     found.curves[name].append(run)
                 found.seeds.append(seed)
                 if len(found.seeds) == SUSPICIOUS:
-                    for note in found.notes():
-                        tqdm.write(f"compare: {note}", file=sys.stderr)
+                    _print_notes(found)
     except KeyboardInterrupt:
         if not found.seeds:
             raise
@@ -234,11 +259,32 @@ def compare(
     return found
 
 
+def _print_notes(found: Comparison) -> None:
+    from tqdm import tqdm
+
+    for note in found.notes():
+        tqdm.write(f"compare: {note}", file=sys.stderr)
+
+
 def _check(methods: Mapping[str, Any], seeds: list[int]) -> None:
     if len(methods) < 2:
         raise ValueError(f"methods has {list(methods)}, nothing to compare; pass two or more, such as (0, 'auto')")
     if not seeds or len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds has {seeds}; it must have at least one seed, and none twice, which is no other run")
+
+
+@contextmanager
+def _with_note(method: Any, seed: int, is_default: bool) -> Iterator[None]:
+    """Say with which method train failed, in a note of the error, which Python knows from 3.11 on."""
+    try:
+        yield
+    except Exception as error:
+        note = f"compare: train failed with method {method!r} and seed {seed}"
+        if is_default:
+            note += ", a weight of the default methods; for others pass methods=[...], on the shell --methods"
+        if hasattr(error, "add_note"):
+            error.add_note(note)
+        raise
 
 
 def _curve(given: Any, name: str, seed: int) -> list[float]:

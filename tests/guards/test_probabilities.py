@@ -32,6 +32,15 @@ def test_other_layers_before_it_are_not(wrapper: Any, last: nn.Module) -> None:
     train(model, wrapper(sgd(model), model), batches(3))
 
 
+def test_probabilities_in_the_term_of_dcl_are_said_once() -> None:
+    """DCL takes any output, so they are no error."""
+    model = mlp().append(nn.Softmax(1))
+    optimizer = wrap("dcl", model)
+    with pytest.warns(UserWarning, match=r"logits has rows that are probabilities.*hardly any effect") as caught:
+        train(model, optimizer, batches(3), lambda z, y: z.square().mean() + optimizer.penalty(z))
+    assert len(caught) == 1
+
+
 LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "softmax": (lambda z: z.softmax(1), True),
     "softmax in bfloat16": (lambda z: z.bfloat16().softmax(1), True),

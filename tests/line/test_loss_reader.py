@@ -699,7 +699,7 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
     first, second = results[:9], results[9:]
     if batch != "other factor":
         assert math.isnan(first.pop(5))
-        assert math.isfinite(second.pop(5))  # of a batch that nobody has looked at
+        assert math.isnan(second.pop(5))
         if variant == "dcl":  # the companion's momentum moves on where the step did not wait
             first, second = first[:5], second[:5]
     assert first[:-1] == pytest.approx(second[:-1], rel=1e-9, nan_ok=True)

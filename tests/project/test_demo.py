@@ -30,11 +30,19 @@ def test_a_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys: pyt
     assert lines[0] == "digits: 50 training images, 2 epochs, 2 seeds"
     assert [line.partition("  ")[0] for line in lines[3:7]] == ["plain", "label smoothing", "DCP", "DCL"]
     assert re.match("(No two|Of the) .*methods beside plain", lines[8])
-    assert lines[-2].startswith("Wrote ")
+    assert lines[-4].startswith("Wrote ")
+    assert lines[-3:-1] == demo.WHEN_IT_DIFFERS.splitlines()
     assert lines[-1] == "Other data, other methods: docs/results.md; wrong labels: docs/noisy-labels.md"
-    assert max(map(len, lines[:-2])) <= WIDTH  # then there are paths
+    assert max(map(len, lines[:-4])) <= WIDTH  # then there are paths
     assert {path.name for path in (tmp_path / "deep" / "out").iterdir()} == {"results.json", "curves.png"}
     assert [len(runs) for runs in results["curves"].values()] == [2, 2, 2, 2]
+
+
+def test_when_dcp_differs_from_label_smoothing_is_on_the_page_that_it_names():
+    gain, page, anchor = re.search(r"gains\n(.*) points more than .*: (.*)#(.*)", demo.WHEN_IT_DIFFERS).groups()
+    sections = re.split("^#+ ", (Path(__file__).parents[2] / page).read_text(encoding="utf-8"), flags=re.M)
+    (section,) = [one for one in sections if one.startswith(anchor.replace("-", " ").capitalize())]
+    assert re.search(rf"{gain}\b.* more than label smoothing", section, re.S)
 
 
 def test_it_trains_with_one_thread_and_puts_their_number_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -92,7 +100,9 @@ def test_wrong_labels_have_a_row_of_the_companion(tmp_path: Path, capsys: pytest
     wrong = run(tmp_path, "--wrong-labels", "0.3", "--seeds", "1")["curves"]
     assert list(wrong) == [*digits.METHODS, "DCL's companion"]
     assert wrong["DCL's companion"] != wrong["DCL"]
-    assert "digits: 300 training images (30% wrong labels), 2 epochs, 1 seeds\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "digits: 300 training images (30% wrong labels), 2 epochs, 1 seeds\n" in said
+    assert demo.WHEN_IT_DIFFERS not in said
 
 
 @pytest.mark.parametrize(("flags", "expected"), [([], (100, 10, 50)), (["--wrong-labels", "0.3"], (50, 5, 300))])

@@ -34,7 +34,7 @@ dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, logits=None, proces
         strict=True)
     .companion
     .companion_optimizer
-    .penalty(self, logits)
+    .penalty(self, logits, labels=None, *, ignore_index=-100)
     .reset_companion(self)
 dcl_optim.AutoWeight(floor=0.1, power=6.0, classes=100.0)
     .at(self, accuracy, num_classes)

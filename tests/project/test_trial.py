@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim.demo.commands import main
 from dcl_optim.trial import accuracy, compare, overhead
-from dcl_optim.trial.command import main
 from dcl_optim.trial.comparison import Comparison
 from dcl_optim.trial.figure import COLORS, draw
 from dcl_optim.trial.paired import probability
@@ -218,7 +218,7 @@ def test_it_says_whether_the_others_differ_from_one_another() -> None:
     found = compare(lambda weight, seed: noisy(weight, seed) - 0.01 * noisy(0, seed + 9) * (weight == 1), METHODS, 8)
     difference = torch.tensor(found.gains("DCP", "one"))
     assert ttest_rel(found.figures["DCP"], found.figures["one"]).pvalue < 0.05
-    said = f"DCP minus one: {difference.mean():+.2f} ± {difference.std() / 8**0.5:.2f}"
+    said = f"DCP minus one: {difference.mean():+.4f} ± {difference.std() / 8**0.5:.4f}"
     assert str(found).splitlines()[6:] == ["Of the methods beside plain these differ (p < 0.05):", said]
     alike = compare(noisy, {"plain": 0, "a": 1, "b": 0.5, "c": 2}, seeds=8)  # b and c are a
     assert str(alike).splitlines()[7:] == ["No two of the methods beside plain differ (p >= 0.05)."]
@@ -306,12 +306,12 @@ def with_nan(weight: Any, seed: int) -> float:
 @pytest.mark.parametrize(
     ("train", "notes"),
     [
-        (with_nan, ["1 gave a figure that is not finite: not compared."]),
+        (with_nan, ["1 gave a figure that is not finite (seed 3): not compared."]),
         (
             lambda weight, seed: 50.0 + weight,
             ["0 gave 50 in all 4 seeds: does train use its seed", "1 gave 51 in all 4 seeds"],
         ),
-        (lambda weight, seed: noisy(0, seed), ["1 gave what 0 gave in all 4 seeds: does train use its method?"]),
+        (lambda weight, seed: noisy(0, seed), ["1 gave what 0 gave in all 4 seeds: its effect is too small"]),
         (noisy, []),
     ],
 )
@@ -321,8 +321,8 @@ def test_doubtful_figures_are_said(train: Any, notes: list[str], capsys: pytest.
     assert len(said) == len(notes)
     for note, line in zip(notes, said, strict=True):
         assert note in line
-    early = re.findall("does train", capsys.readouterr().err)
-    assert len(early) == len([note for note in said if "does train" in note])  # after three seeds already
+    early = re.findall("in all 3 seeds", capsys.readouterr().err)
+    assert len(early) == len([note for note in said if "in all 4 seeds" in note])  # after three seeds already
 
 
 def test_what_is_not_finite_is_not_compared() -> None:
@@ -375,6 +375,50 @@ def test_one_seed_says_nothing_of_noise() -> None:
     found = compare(noisy, seeds=1)
     assert found.p_values() == {}
     assert str(found).splitlines()[-1] == "One seed says nothing of noise: take ten."
+    diverged = compare(with_nan, (0, 1), seeds=[3])
+    assert str(diverged).splitlines()[-1] == "1 gave a figure that is not finite (seed 3): not compared."
+
+
+@pytest.mark.parametrize(
+    ("unit", "cells"),
+    [
+        (0.01, ["0.9300 ± 0.0058", "0.9400 ± 0.0058", "+0.0100 ± 0.0020"]),
+        (1.0, ["93.00 ± 0.58", "94.00 ± 0.58", "+1.00 ± 0.20"]),
+        (10.0, ["930.00 ± 5.77", "940.00 ± 5.77", "+10.00 ± 2.00"]),
+    ],
+)
+def test_the_table_has_the_digits_that_its_smallest_error_needs(unit: float, cells: list[str]) -> None:
+    """Two of them. 3**-0.5 is the error of plain training, 0.2 that of the gain."""
+    gains = [1 - 3**0.5 / 5, 1, 1 + 3**0.5 / 5]
+    plain = [[unit * (93 + seed)] for seed in (-1, 0, 1)]
+    other = [[value + unit * gain] for (value,), gain in zip(plain, reversed(gains), strict=True)]
+    lines = str(Comparison({"plain": plain, "DCP": other}, [0, 1, 2])).splitlines()
+    assert lines[2].endswith(cells[0])
+    assert cells[2] in lines[3]
+
+
+def test_without_an_error_the_table_has_four_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    """One seed has none, and the error of differences that are the same is one of the arithmetic."""
+    lines = str(compare(lambda weight, seed: 0.92342 + weight / 100, (0, 1), 1)).splitlines()
+    assert lines[2].split()[1] == "0.9234"
+    assert "seed 0, 1 0.9334" in capsys.readouterr().err
+    same = Comparison({"plain": [[0.1], [0.1]], "DCP": [[0.1 + 0.2], [0.3]]}, [0, 1])
+    assert str(same).splitlines()[3].split()[4:7] == ["+0.2000", "±", "0.0000"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_an_error_of_a_function_of_names_says_how_to_pass_them() -> None:
+    def train(name: str, seed: int) -> float:
+        return 80.0 + name.index("p")
+
+    with pytest.raises(AttributeError) as raised:
+        compare(train)  # type: ignore[arg-type]
+    (note,) = raised.value.__notes__
+    assert note.startswith("compare: train failed with method 0 and seed 0, a weight of the default methods;")
+    assert note.endswith("pass methods=[...], on the shell --methods")
+    with pytest.raises(ValueError, match="substring") as raised_later:
+        compare(train, ["plain", "DCL"])
+    assert raised_later.value.__notes__ == ["compare: train failed with method 'DCL' and seed 0"]
 
 
 @pytest.mark.parametrize("package", ["scipy.special", "tabulate", "tqdm", "matplotlib"])
@@ -400,12 +444,16 @@ print(accuracy(torch.nn.Identity(), [(torch.eye(3), torch.arange(3))]))
     assert (done.stdout, done.stderr) == ("100.0\n", "")
 
 
-def test_without_a_terminal_the_progress_is_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    compare(noisy, (0, 1), 30)
-    lines = capsys.readouterr().err.split("\r")
-    assert len(lines) < 10  # of 60 runs
-    assert "60/60" in lines[-1]
-    assert f"seed 29, 1 {noisy(1, 29):.2f}" in lines[-1]
+def test_without_a_terminal_the_progress_is_a_line_a_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minutes = iter(range(100))
+    monkeypatch.setattr("dcl_optim.trial.comparison.time.monotonic", lambda: 25 * next(minutes))
+    compare(noisy, (0, 1), 3)
+    said = capsys.readouterr().err
+    assert "\r" not in said
+    assert [re.search(r"\d/6", line)[0] for line in said.splitlines()] == ["3/6", "6/6"]
+    assert f"seed 2, 1 {noisy(1, 2):.4g}" in said.splitlines()[-1]
 
 
 def test_the_file_is_json_and_has_every_value(tmp_path: Path) -> None:
@@ -538,6 +586,7 @@ def test_accuracy_needs_class_indices() -> None:
 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
+COMMANDS = ["demo", "compare", "overhead"]
 SCRIPT = """
 import torch
 from beside import classes
@@ -617,3 +666,31 @@ def test_ctrl_c_prints_what_is_done(folder: Path, capsys: pytest.CaptureFixture[
     (folder / "my-script.py").write_text(text)
     assert main(["compare", f"{folder / 'my-script.py'}:train"]) == 130
     assert "interrupted; seeds: 2;" in capsys.readouterr().out
+
+
+def test_the_help_has_all_commands_and_a_misspelled_one_the_near_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    helped = capsys.readouterr().out
+    assert [line.split()[0] for line in helped.splitlines() if re.match("    [a-z]", line)] == COMMANDS
+    with pytest.raises(SystemExit) as stopped:
+        main(["compair", "my_script.py:train"])
+    assert stopped.value.code == 2
+    assert "'compair' is no command, they are demo, compare, overhead; did you mean compare?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train"])
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_the_demo_by_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--epochs", "1", "--seeds", "1", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("digits: 50 training images, 1 epochs, 1 seeds\n")
+
+
+@pytest.mark.example
+def test_the_example_is_a_script_of_ones_own() -> None:
+    script = Path(__file__).parents[2] / "examples" / "own_script.py"
+    done = run("compare", f"{script}:train", "--methods", "0", "1", "--seeds", "1")
+    assert done.returncode == 0, done.stderr
+    plain, penalized = (float(line.split()[1]) for line in done.stdout.splitlines()[2:4])
+    assert 60 < plain < penalized
+    assert run("overhead", f"{script}:make", "--seconds", "0.05").returncode == 0

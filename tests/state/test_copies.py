@@ -117,6 +117,7 @@ def test_a_dead_optimizer_leaves_no_hook():
     model = mlp()
     before = hooks(model)
     optimizer = wrap(model)
+    train(model, optimizer, batches(1))
     del optimizer
     assert hooks(model) == before, "no reference cycle keeps the optimizer alive"
     wrap(model)

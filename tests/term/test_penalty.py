@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import warnings
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -429,3 +431,36 @@ def test_weight_0_gives_no_gradient_to_a_head_that_the_loss_does_not_reach() -> 
         return model.state_dict()
 
     assert_same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("reads_always", [True, False])
+@pytest.mark.parametrize(("variant", "way"), [*product(VARIANTS, ["line", "term"])])
+def test_a_model_that_has_become_nan_is_seen_in_the_logs(
+    variant: str, way: str, reads_always: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By either way, also where values are read in few steps alone, as on a device: here in steps 1, 2, 4 and 8."""
+    if not reads_always:
+        monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step & (step - 1) == 0)
+    optimizer = wrap(variant, mlp())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # guards say it, too
+        for number, (x, y) in enumerate(batches(7)):
+            optimizer.zero_grad()
+            z = optimizer.model(x * torch.nan if number == 4 else x)
+            (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)).backward()
+            optimizer.step()
+            if number == 3:
+                assert optimizer.logs()["penalty"] > 0
+                assert optimizer.logs()["skipped"] == 0
+    logs = optimizer.logs()
+    assert math.isnan(logs["penalty"])
+    assert logs["skipped"] == 3
+
+
+def test_dcl_takes_labels_and_does_not_use_them() -> None:
+    """So that a script which compares both methods needs no branch."""
+    optimizer = wrap("dcl", mlp())
+    x, y = one()
+    z = optimizer.model(x)
+    without = optimizer.penalty(z)
+    assert torch.equal(optimizer.penalty(z, y - 100, ignore_index=-99), without)

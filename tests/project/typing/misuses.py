@@ -36,7 +36,7 @@ def use(optimizer: DCLOptimizer, prototypes: DCPOptimizer, z: Tensor) -> None:
     optimizer.step(z)  # pyright: ignore[reportArgumentType]
     optimizer.companion = nn.Linear(1, 1)  # pyright: ignore[reportAttributeAccessIssue]
     optimizer.load_state_dict([])  # pyright: ignore[reportArgumentType]
-    optimizer.penalty(z, z)  # pyright: ignore[reportCallIssue]
+    optimizer.penalty(z, z, -100)  # pyright: ignore[reportCallIssue]
     prototypes.penalty(z)  # pyright: ignore[reportCallIssue]
     prototypes.penalty(z, z, -100)  # pyright: ignore[reportCallIssue]
     compare(z)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,75 @@
+"""Wrappers that nobody holds, and steps of a model that nobody calls."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dcl_optim import DCLOptimizer, DCPOptimizer
+from tests.helpers import backward, batches, mlp, one, sgd, train
+from tests.reference import EACH, term_of, wrap
+
+
+@pytest.mark.parametrize("wrapper", [DCLOptimizer, DCPOptimizer])
+def test_a_wrapper_that_is_not_kept_is_said_once(wrapper: Any) -> None:
+    """A pass in evaluation mode before the training, or without gradients, says nothing."""
+    model = mlp()
+    base = sgd(model)
+    wrapper(base, model)
+    model.eval()(one()[0])
+    model.train()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # which shows what comes from one line once
+        train(model, base, batches(3))
+    (said,) = [str(warning.message) for warning in caught]
+    assert said.startswith("the model is trained, but the DCPOptimizer or DCLOptimizer around its optimizer is gone")
+    assert "\n  Fix: optimizer = DCPOptimizer(optimizer, model), and step it" in said
+
+
+@EACH
+@pytest.mark.parametrize("after", ["a step", "detach", "another wrapper", "a copy"])
+def test_a_model_that_goes_on_without_its_wrapper_is_right(variant: str, after: str) -> None:
+    model = mlp()
+    optimizer = wrap(variant, model)
+    if after == "a step":
+        train(model, optimizer, batches(1))
+    elif after == "detach":
+        optimizer.detach()
+    elif after == "a copy":
+        model = copy.deepcopy(model)
+    base = sgd(model)
+    del optimizer
+    if after == "another wrapper":
+        base = wrap(variant, model, base)
+    train(model, base, batches(2))
+
+
+@EACH
+@pytest.mark.parametrize("trained", ["built again", "a copy"])
+def test_a_second_step_without_gradients_and_forward_pass_is_said(variant: str, trained: str) -> None:
+    model = mlp()
+    optimizer = wrap(variant, model)
+    other = mlp() if trained == "built again" else copy.deepcopy(model)
+    backward(other, *one())
+    optimizer.step()  # as scripts do so that a scheduler does not warn
+    with pytest.warns(UserWarning, match=r"step found no gradients.*\n  Fix: wrap the model that is called"):
+        optimizer.step()
+    optimizer.step()  # said once: a warning would be an error
+
+
+@EACH
+def test_two_steps_after_one_backward_pass_are_an_error_also_with_the_term(variant: str) -> None:
+    optimizer = wrap(variant, mlp())
+    x, y = one()
+    z = optimizer.model(x)
+    (F.cross_entropy(z, y) + term_of(optimizer)(z, y)).backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.model.state_dict())
+    with pytest.raises(RuntimeError, match=r"step was called twice.*\n  Fix: call step once"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in optimizer.model.state_dict().items())
