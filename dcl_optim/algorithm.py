@@ -220,7 +220,8 @@ class Algorithm:
     ) -> None:
         """Let the forecaster learn from a forward pass, once, which weighs this much among those of the step."""
         alpha = self.alpha(forward.step_number)
-        self.last = Logged(lambda: pull.value().where(is_read, torch.nan), weight, alpha, scale)
+        value = pull.value  # not the pull, whose slope is as large as the logits
+        self.last = Logged(lambda: value().where(is_read, torch.nan), weight, alpha, scale)
         if forward.outcome is not Outcome.LEARNED and self.progress.learns:
             forward.outcome = Outcome.LEARNED
             self.forecaster.observe(forward, pull, labels, share, alpha)
