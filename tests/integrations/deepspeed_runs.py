@@ -165,7 +165,7 @@ def warnings_of(**options: Any) -> list[str]:
 def companion(stage: int, dtype: str, way: str) -> Any:
     """Train by DCL, or give the error."""
     try:
-        run = Run(stage, dtype, way, method=DCLOptimizer, alpha=0.9).train()
+        run = Run(stage, dtype, way, method=DCLOptimizer, alpha=0.9, companion_fraction=1).train()
     except ValueError as error:
         return str(error)
     return {"weights": run.weights(), "companion": run.optimizer.companion.state_dict()}
