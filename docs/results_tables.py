@@ -53,7 +53,7 @@ def overview_cost() -> str:
                 ratios.append(shortest[way]["ratio_to_plain"]["median"])
             line.append(f"{max(ratios):.1f}")
         rows.append(line)
-    return "\n".join(grid(["one label per", "DCP", "DCL"], rows, words=1))
+    return "\n".join(grid(["one label per", "DCP", "DCL, all rows"], rows, words=1))
 
 
 def _ratios(name: str) -> dict[str, float]:
