@@ -212,7 +212,8 @@ class Algorithm:
     ) -> None:
         """Let the forecaster learn from a forward pass, once, which weighs this much among those of the step."""
         alpha = self.alpha(forward.step_number)
-        self.last = Figures(lambda: pull.value().where(is_read, torch.nan), weight, alpha, scale)
+        value = pull.value  # alone: the rest has the size of the batch
+        self.last = Figures(lambda: value().where(is_read, torch.nan), weight, alpha, scale)
         if forward.outcome is not Outcome.LEARNED and self.progress.learns:
             forward.outcome = Outcome.LEARNED
             self.forecaster.observe(forward, pull, labels, share, alpha)
