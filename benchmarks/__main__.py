@@ -22,7 +22,7 @@ from benchmarks.methods import METHODS
 from benchmarks.workloads import ON_CPU, PRECISIONS, WORKLOADS
 
 # The threads of each, and what measures it.
-TABLES = {"steps": (2, measure.steps), "kernels": (1, measure.kernels), "wide": (1, measure.wide)}
+TABLES = {"steps": (1, measure.steps), "kernels": (1, measure.kernels), "wide": (1, measure.wide)}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -199,15 +199,18 @@ def companion_prototype(script: Script, term: bool = False, **settings: Any) -> 
     return Training(step, script.model)
 
 
-# By hand with the paper's settings, by the line and by the term with the defaults.
+# By hand with the paper's settings, by the line and by the term with the defaults; DCL with all rows, as by hand, and
+# with half of them.
 METHODS: dict[str, Build] = {
     "plain": plain,
     "DCP, by hand": prototypes_by_hand,
     "DCP, line": companion_prototype,
     "DCP, term": partial(companion_prototype, term=True),
     "DCL, by hand": companion_by_hand,
-    "DCL, line": companion_learning,
-    "DCL, term": partial(companion_learning, term=True),
+    "DCL, line": partial(companion_learning, companion_fraction=1),
+    "DCL, term": partial(companion_learning, companion_fraction=1, term=True),
+    "DCL, line, half": partial(companion_learning, companion_fraction=0.5),
+    "DCL, term, half": partial(companion_learning, companion_fraction=0.5, term=True),
 }
 
 

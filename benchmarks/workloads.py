@@ -79,6 +79,19 @@ def language_model() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(0, 1), nn.Linear(128, 8_000))
 
 
+class Mean(nn.Module):
+    """The mean over the tokens, dimension 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def text_classifier() -> nn.Module:
+    """Two transformer layers of width 128 over vectors of tokens, their mean, and the logits of a text."""
+    layers = [nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True) for _ in range(2)]
+    return nn.Sequential(*layers, Mean(), nn.Linear(128, CLASSES))
+
+
 # ---- workloads -------------------------------------------------------------------------------------------------------
 
 
@@ -146,9 +159,10 @@ ON_CUDA = {
     "resnet50": Workload("ResNet-50 224x224", _resnet50, (3, 224, 224), 128, 1000),
     "vit-b16": Workload("ViT-B/16 224x224", _vit_b16, (3, 224, 224), 128, 1000),
 }
+OF_FRACTION = {"text": Workload("Text, 2 transformer layers, 64 tokens", text_classifier, (64, 128), 32)}
 # Networks whose logits are most of them.
 MANY_CLASSES = {f"classes-{count}": _mlp(64, 128, count, batch=256) for count in (10, 1_000, 8_000, 50_000)}
-WORKLOADS = ON_CPU | ON_CUDA | MANY_CLASSES
+WORKLOADS = ON_CPU | ON_CUDA | OF_FRACTION | MANY_CLASSES
 
 
 # ---- where and how they run ------------------------------------------------------------------------------------------

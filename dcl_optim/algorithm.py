@@ -41,7 +41,10 @@ LEAST_SCALE = 1e-20  # of a term, for what learns from it: a factor of 0 weighs 
 
 
 class Given(NamedTuple):
-    """What the penalty term keeps for its backward pass; its value is not finite if one of the logits is not."""
+    """What a call of ``penalty`` keeps until its backward pass, which brings the factor; nothing has learned yet.
+
+    The value is not finite if one of the logits is not.
+    """
 
     pull: Pull
     labels: Labels | None
@@ -49,7 +52,7 @@ class Given(NamedTuple):
     value: Tensor
 
 
-class Figures(NamedTuple):
+class Logged(NamedTuple):
     """What ``logs`` tells of the last backward pass; the penalty is a function that gives it."""
 
     penalty: Callable[[], float | Tensor]
@@ -84,7 +87,7 @@ class Algorithm:
         self.alpha = alpha
         self.uses_term = False  # whether the script has called penalty: then the line is off
         self.progress = Progress(1)
-        self.last: Figures | None = None
+        self.last: Logged | None = None
         self.guards = Guards(name, model, base, forecaster, self.reader, strict)
         self._base = base
         self._logits = logits
@@ -126,8 +129,9 @@ class Algorithm:
         self.progress.is_running = False
         if self.uses_term and not predicts:
             return
+        find = functools.partial(find_logits, output, self._logits)
         try:
-            z = find_logits(output, self._logits)
+            z = find()
         except NoLogits as error:
             self.guards.logits_not_found(error)
             return
@@ -135,8 +139,12 @@ class Algorithm:
             return
         forward = Forward(z, self.progress.number, self.reader.class_dim or 1)
         if predicts:
+            is_in_output = output is not z and find() is z  # the script's function may compute it anew
             self.forecaster.predict(forward, args, kwargs)
+            if is_in_output and find() is not z:
+                self.guards.logits_replaced()
         self.progress.forwards.add(forward)
+        # From here on the pass waits for a gradient, and lives as long as the graph that holds its hooks.
         if output is not z:
             forward.is_one_of_several = self._logits is None and isinstance(output, (tuple, list))
             source = conversion_source(z)
@@ -182,7 +190,7 @@ class Algorithm:
         backward = current_backward()
         if forward.backward == backward != -1:  # each backward pass brings one
             return False
-        is_another = backward != progress.backward
+        is_another = backward != progress.backward  # than the one that brought the last gradient to any logits
         forward.backward = backward
         progress.backward = backward
         if is_another and backward != -1 and self.forecaster.predicts:
@@ -212,8 +220,8 @@ class Algorithm:
     ) -> None:
         """Let the forecaster learn from a forward pass, once, which weighs this much among those of the step."""
         alpha = self.alpha(forward.step_number)
-        value = pull.value  # alone: the rest has the size of the batch
-        self.last = Figures(lambda: value().where(is_read, torch.nan), weight, alpha, scale)
+        value = pull.value  # not the pull, whose slope is as large as the logits
+        self.last = Logged(lambda: value().where(is_read, torch.nan), weight, alpha, scale)
         if forward.outcome is not Outcome.LEARNED and self.progress.learns:
             forward.outcome = Outcome.LEARNED
             self.forecaster.observe(forward, pull, labels, share, alpha)
@@ -323,7 +331,7 @@ class Algorithm:
     def end_step(self) -> None:
         """Both networks have stepped."""
         progress = self.progress
-        progress.end()
+        progress.end()  # now no forward pass of this step keeps a tensor
         if progress.stage is not Stage.GRADIENTS:
             self.last = None  # that of an older batch
         self.progress = Progress(progress.number + 1)

@@ -41,7 +41,7 @@ class DCLOptimizer(ForecastOptimizer):
     only. Draws depend on the number of the step: the script's generators are not used. A row is an index of dimension
     0 of the logits and of the tensors that the model is called with. The first batch tries whether the companion's
     logits of a part are those of the whole batch, in evaluation mode. Where they are not, it gets all rows, with a
-    warning. A new companion gets all rows of its first batch.
+    warning if the fraction was given.
 
     **What the loss is multiplied by** (a gradient scaler, accumulation) is read from the gradient of a softmax
     cross-entropy. For every other loss add the penalty to it: ``loss = criterion(z, y) + optimizer.penalty(z)``.
@@ -66,7 +66,8 @@ class DCLOptimizer(ForecastOptimizer):
         companion_lr_scale: the companion's learning rate divided by the base's, > 0. Default 1, and 1 with
             ``companion_optimizer``.
         companion_fraction: the share of the rows (samples) of each batch that the companion gets, in (0, 1], see above.
-            Default 1.
+            None (default) for 0.5, or for all rows, without a warning, where the companion cannot get a part of them.
+            With 1 it gets all rows, with the dropout masks of the model.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.99. The paper's value is 0.6. With mse,
             1 - alpha scales the companion's gradient, which Adam and similar optimizers divide out:
             ``companion_lr_scale`` scales its steps there.
@@ -100,7 +101,8 @@ class DCLOptimizer(ForecastOptimizer):
         >>> optimizer.companion(x).shape
         torch.Size([16, 3])
 
-    The paper's settings: ``DCLOptimizer(optimizer, model, weight=1, alpha=0.6, distance="squared")``.
+    The paper's settings: ``DCLOptimizer(optimizer, model, weight=1, alpha=0.6, distance="squared",
+    companion_fraction=1)``.
 
     Source: R. Zhu and V. Saligrama, Deep Companion Learning, ECCV 2024. Where we differ: the weight, alpha, and a
     distance that is linear for distant rows. ``companion`` is for its Table 9, ``companion_fraction`` for its Table 10.
@@ -120,7 +122,7 @@ class DCLOptimizer(ForecastOptimizer):
         companion: nn.Module | None = None,
         companion_optimizer: MakeOptimizer | None = None,
         companion_lr_scale: float = 1.0,
-        companion_fraction: float = 1.0,
+        companion_fraction: float | None = None,
         alpha: float | Schedule = 0.99,
         distance: DistanceName | Distance = "mse",
         strict: bool = True,
@@ -131,9 +133,10 @@ class DCLOptimizer(ForecastOptimizer):
                 f"companion_lr_scale={companion_lr_scale!r} has no effect with companion_optimizer; "
                 "set the learning rate of the optimizer that it builds"
             )
-        check_positive("companion_fraction", companion_fraction)
-        if companion_fraction > 1:
-            raise ValueError(f"companion_fraction={companion_fraction!r} must be in (0, 1]")
+        if companion_fraction is not None:
+            check_positive("companion_fraction", companion_fraction)
+            if companion_fraction > 1:
+                raise ValueError(f"companion_fraction={companion_fraction!r} must be in (0, 1]")
         options = CompanionOptions(
             companion=companion,
             make_optimizer=companion_optimizer,

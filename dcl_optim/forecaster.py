@@ -107,7 +107,7 @@ class Forecaster(ABC):
     def check_values(self) -> None:  # noqa: B027
         """Called at the end of a step that may read values of a device. Default: nothing."""
 
-    def figures(self) -> dict[str, Any]:
+    def logs(self) -> dict[str, Any]:
         """Numbers or scalar tensors for the optimizer's ``logs``, always the same keys. Default: none."""
         return {}
 

@@ -1,6 +1,6 @@
 """The optimizer that both variants share: one step of Algorithm 1 around any base optimizer.
 
-tests/reference.py has the algorithm written out, docs/dcp-in-60-lines.md that of DCP alone.
+dcl_optim/reference.py has both methods on one screen each, tests/reference.py any training step.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dcl_optim.algorithm import Algorithm, Figures
+from dcl_optim.algorithm import Algorithm, Logged
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.loss.reader import SAVED
 from dcl_optim.penalty.distances import name_of
-from dcl_optim.penalty.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
+from dcl_optim.penalty.weights import AutoWeight, Checked, FollowingFit, Schedule, Weight, resolve_weight
 from dcl_optim.progress import Stage
 from dcl_optim.pytorch.arguments import check_arguments, check_flag, check_state
 from dcl_optim.pytorch.outputs import find_logits
@@ -68,7 +68,7 @@ class ForecastOptimizer(OptimizerWrapper):
             model,
             base_optimizer,
             self.forecaster,
-            weight=resolve_weight(weight, self.forecaster),
+            weight=self._resolved(weight),
             alpha=checked_alpha,
             logits=logits,
             strict=strict,
@@ -146,7 +146,13 @@ class ForecastOptimizer(OptimizerWrapper):
 
     @weight.setter
     def weight(self, value: Weight) -> None:
-        self._algorithm.weight = resolve_weight(value, self.forecaster)
+        self._algorithm.weight = self._resolved(value)
+
+    def _resolved(self, weight: Weight) -> Checked | FollowingFit:
+        resolved = resolve_weight(weight, self.forecaster)
+        if isinstance(resolved, FollowingFit):
+            self.forecaster.measure_accuracy(resolved.constant_up_to)
+        return resolved
 
     @property
     def alpha(self) -> float | Schedule:
@@ -172,12 +178,12 @@ class ForecastOptimizer(OptimizerWrapper):
         """
         algorithm = self._algorithm
         algorithm.reader.count()
-        last = dict.fromkeys(Figures._fields, math.nan)
+        last = dict.fromkeys(Logged._fields, math.nan)
         if algorithm.last is not None:
             last = algorithm.last._asdict() | {"penalty": algorithm.last.penalty()}
-        figures = {"step": algorithm.progress.number - 1, **last, "skipped": algorithm.reader.num_skipped}
-        figures |= self.forecaster.figures()
-        return {f"{prefix}{name}": float(value) for name, value in figures.items()}
+        values = {"step": algorithm.progress.number - 1, **last, "skipped": algorithm.reader.num_skipped}
+        values |= self.forecaster.logs()
+        return {f"{prefix}{name}": float(value) for name, value in values.items()}
 
     def __repr__(self) -> str:
         weight = "auto" if self.weight == AutoWeight() else self.weight

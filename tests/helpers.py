@@ -137,7 +137,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
 
 
 def wrap(model: nn.Module, **options: Any) -> DCLOptimizer:
-    return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
+    return DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
 
 
 def one(x_seed: int = 1) -> tuple[Tensor, Tensor]:

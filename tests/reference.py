@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.helpers import assert_same, mlp, sgd
@@ -149,19 +150,17 @@ def step_once_there_is_a_gradient(optimizer: Optimizer) -> None:
 
 
 class DrawnRows:
-    """The numbers of the rows that the companion gets of each batch; None for all, as of the first batch."""
+    """The numbers of the rows that the companion gets of each batch; None for all."""
 
     def __init__(self, fraction: float) -> None:
-        self._fraction, self._step, self._is_first = fraction, 1, True
+        self._fraction, self._step = fraction, 1
         self._generator = torch.Generator().manual_seed(1)
 
     def __call__(self, length: int) -> Tensor | None:
         number = max(math.ceil(self._fraction * length), 2)
-        was_first, self._is_first = self._is_first, False
         if number >= length:
             return None
-        rows = torch.randperm(length, generator=self._generator)[:number]
-        return None if was_first else rows
+        return torch.randperm(length, generator=self._generator)[:number]
 
     def end_step(self) -> None:
         self._step += 1
@@ -242,6 +241,22 @@ def dcp_step(
     return loss.detach()
 
 
+def train_by_hand(
+    model: nn.Module,
+    make: Callable[[nn.Module], Optimizer],
+    data: Iterable[tuple[Tensor, Tensor]],
+    companion: nn.Module | None = None,
+    distance: Function = distances.mse,
+    **settings: float,
+) -> tuple[nn.Module, nn.Module]:
+    """Train by :func:`dcl_step`; ``make`` gives each network its optimizer."""
+    companion = copy.deepcopy(model) if companion is None else companion
+    base, second = make(model), make(companion)
+    for x, y in data:
+        dcl_step(model, companion, base, second, x, y, F.cross_entropy, distance, **settings)
+    return model, companion
+
+
 # ---- any training step -----------------------------------------------------------------------------------------------
 
 VARIANTS = ("dcl", "dcp")
@@ -289,7 +304,7 @@ class _Hand:
 class HandDCL(_Hand):
     """The companion runs beside the model, with the same random draws; ``find`` gives the logits of an output.
 
-    With a ``fraction`` it gets drawn rows of the one tensor that the model is called with, but all of the first batch.
+    With a ``fraction`` it gets drawn rows of the tensors that the model is called with, but all of the first batch.
     """
 
     def __init__(
@@ -316,7 +331,7 @@ class HandDCL(_Hand):
         z = self._find(output)
         rows = self._draw(len(z))
         if rows is not None:
-            args = [argument[rows] for argument in args]
+            args = tree_map(lambda tensor: tensor[rows], args)
         self._outputs.append((z, z if rows is None else z[rows], self._find(self.companion(*args, **kwargs))))
         torch.set_rng_state(after)
 
@@ -369,8 +384,9 @@ def by_hand(variant: str, model: nn.Module, base: Optimizer | None = None, **opt
 
 
 def wrap(variant: str, model: nn.Module, base: Optimizer | None = None, **options: Any) -> Any:
-    kind = DCLOptimizer if variant == "dcl" else DCPOptimizer
-    return kind(base or sgd(model), model, **(METHOD | options))
+    if variant == "dcl":
+        return DCLOptimizer(base or sgd(model), model, **(METHOD | {"companion_fraction": 1} | options))
+    return DCPOptimizer(base or sgd(model), model, **(METHOD | options))
 
 
 def term_of(optimizer: Any, way: str = "term") -> Callable[..., Any]:

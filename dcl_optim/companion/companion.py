@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from dcl_optim.companion import copying
 from dcl_optim.companion.network import CompanionOptions, Network
-from dcl_optim.companion.optimizer import check_optimizer, with_note
-from dcl_optim.companion.replay import Arguments, Replay
+from dcl_optim.companion.optimizer import add_note, are_zero, check_optimizer
+from dcl_optim.companion.replay import Arguments, Replay, copied
 from dcl_optim.companion.rows import Rows, cut
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
-from dcl_optim.penalty.layout import to_rows
+from dcl_optim.penalty.layout import Masks, to_rows
 from dcl_optim.penalty.pull import Pull, Scale, pull_of, pull_towards_target
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch.arguments import check_state
@@ -48,6 +48,16 @@ WRITES_TO_THE_MODEL = (
     "the companion's forward pass writes to the model's own tensors. Either the model's forward pass writes to "
     "parameters that no gradient trains, which the companion shares: write to them after the step, make them buffers, "
     f"or pass companion=copy.deepcopy(model). Or {copying.NOT_COPIED}"
+)
+OTHER_MASKS = (
+    "the companion's logits are masked (900 below the largest of their row) for other classes than the model's, as "
+    "where a script has opened classes of the model. They have no penalty there.\n"
+    "  Fix: call optimizer.reset_companion() when classes open, or open them in optimizer.companion too"
+)
+REACHED = (
+    "the script's loss gives gradients to the companion: the model's forward puts tensors into a list or an object "
+    "outside of the model, such as a global variable, where the companion's forward has put its own.\n"
+    "  Fix: return them from forward, or keep them in attributes of the model; or use DCP"
 )
 DIVERGED = (
     "the companion's weights are not finite (a batch that was not, or too high a learning rate): it is copied from the "
@@ -108,7 +118,9 @@ class Companion(Forecaster):
         self._replay = Replay()
         self._rows = Rows(options.fraction)
         self._said: set[str] = set()
+        self._masks = Masks()
         self._start()
+        # A copy is made at the first training forward pass, when the script has set up the model.
         if options.companion is not None:
             self._network = self._make()
 
@@ -133,12 +145,13 @@ class Companion(Forecaster):
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
-        if self.network.has_changed():
-            self.network.has_predicted = False  # one that was given may share what trains now
+        network = self.network
+        if network.has_changed():
+            network.has_predicted = False  # one that was given may share what trains now
             if self._options.companion is None:
                 self.reset()
+                network = self.network
                 warn_once(self._said, COPIED_AGAIN)
-        network = self.network
         if network.loaded_since:
             warn_once(self._said, WEIGHTS_LOADED)
         network.follow()
@@ -147,14 +160,21 @@ class Companion(Forecaster):
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self.network
         arguments = self._replay.arguments(args, kwargs)
-        drawn = self._draw(network, forward, arguments)
-        shape = forward.shape
-        if drawn is not None:
-            arguments = cut(arguments, shape[0], drawn)
-            shape = torch.Size([len(drawn), *shape[1:]])
         call = self._call if network.has_predicted else self._call_first
-        with with_note(IN_COMPANION.format("forward")):
+        drawn = None
+        shape = forward.shape
+        if self._options.fraction != 1:
+            drawn = self._draw(network, forward, arguments)
+        try:
+            if drawn is not None:
+                if network.is_new and not network.has_predicted and self._options.companion is None:
+                    self._compare_whole(network, arguments, forward)
+                arguments = cut(arguments, shape[0], drawn)
+                shape = torch.Size([len(drawn), *shape[1:]])
             logits = call(network, arguments, forward)
+        except Exception as error:
+            add_note(error, IN_COMPANION.format("forward"))
+            raise
         if logits.shape != shape:
             raise ValueError(
                 f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
@@ -165,13 +185,20 @@ class Companion(Forecaster):
         self._has_predicted = True
 
     def _draw(self, network: Network, forward: Forward, arguments: Arguments) -> Tensor | None:
-        """The numbers of the rows that the companion gets; None for all, as at the first prediction of a new one."""
-        if self._options.fraction == 1:
-            return None
+        """The numbers of the rows that the companion gets; None for all."""
         seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
         call = functools.partial(self._call, network)
-        drawn = self._rows.draw(forward.logits, arguments, network.module, call, seed)
-        return None if network.is_new else drawn
+        return self._rows.draw(forward.logits, arguments, network.module, call, seed)
+
+    def _compare_whole(self, network: Network, arguments: Arguments, forward: Forward) -> None:
+        """Check that a new copy equals the model, of the whole batch, but without a graph, and leave no trace."""
+        before = [buffer.clone() for buffer in network.module.buffers()]
+        with torch.no_grad():
+            logits = self._call(network, copied(arguments))
+            for buffer, value in zip(network.module.buffers(), before, strict=True):
+                buffer.copy_(value)
+        if logits.shape == forward.shape:
+            copying.require_equal(forward.logits, logits)
 
     def _call(self, network: Network, arguments: Arguments, forward: Any = None) -> Tensor:
         return find_logits(self._replay.call(network.module, *arguments), self._logits)
@@ -188,8 +215,9 @@ class Companion(Forecaster):
         copying.require_own_leaves(logits, model, self._base, own)
         if self._options.companion is None and network.is_new and logits.shape == forward.shape:
             copying.require_equal(forward.logits, logits.detach())
+        if not logits.is_meta:
+            self._masks.look_for(logits)  # of a companion from a state, which may mask what the model does not
         network.has_predicted = True
-        network.is_new = False
         return logits
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
@@ -199,6 +227,12 @@ class Companion(Forecaster):
         if drawn is not None:
             z = to_rows(forward.logits.index_select(0, drawn), forward.class_dim)
         c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
+        if forward.may_read:
+            self._masks.look_for(z)
+        if self._masks.are_there:
+            z, c = map(self._masks.left_out, (z, c))
+            if forward.may_read and not torch.equal(z.isinf(), c.isinf()):
+                warn_once(self._said, OTHER_MASKS)
         return pull_of(self.distance, z, c)._replace(lesson=(z, c), drawn=drawn)
 
     # ---- learning: ∇_ω Δ(c, α stop(c) + (1 - α) stop(z)) -------------------------------------------------------------
@@ -208,7 +242,7 @@ class Companion(Forecaster):
         if not len(forward.rows):
             return
         logits = prediction.logits
-        prediction.logits = logits.detach()
+        prediction.logits = logits.detach()  # the graph waits in _pending, for one backward pass of all together
         z, c = pull.lesson
         towards = pull_towards_target(self.distance, z, c, pull, alpha)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
@@ -241,11 +275,17 @@ class Companion(Forecaster):
         """Run the companion's backward pass for all forward passes that wait for it."""
         if not self._pending:
             return
+        if self.network.is_new and not are_zero(self.network.gradients()):
+            raise RuntimeError(REACHED)
+        self.network.is_new = False
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
-        no_autocast = torch.autocast(logits[0].device.type, enabled=False)  # under which no backward pass is to run
-        with with_note(IN_COMPANION.format("backward")), no_autocast:
-            torch.autograd.backward(logits, gradients)
+        try:
+            with torch.autocast(logits[0].device.type, enabled=False):  # under which no backward pass is to run
+                torch.autograd.backward(logits, gradients)
+        except Exception as error:
+            add_note(error, IN_COMPANION.format("backward"))
+            raise
 
     def learn(self, alpha: float) -> None:
         if self._pending:  # which only compiled autograd leaves
@@ -259,7 +299,8 @@ class Companion(Forecaster):
                 parts = local_parts(gradients) if network.has_shards else gradients
                 divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
                 torch._foreach_div_(parts, divisor)
-            self._group.average(gradients)
+            if has_ranks:
+                self._group.average(gradients)
             network.step()
         self._start()
 

@@ -41,6 +41,7 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
         raise TypeError(f"companion must be a torch.nn.Module or None, got {given!r}")
     if any(map(requires_grad, set(model.parameters()).intersection(given.parameters()))):
         raise ValueError("companion shares trained parameters with the model; it must have its own")
+    given.zero_grad()  # of what the script has trained it by
     return given
 
 
@@ -124,6 +125,16 @@ def require_equal(logits: Tensor, prediction: Tensor) -> None:
         )
 
 
-def written(model: nn.Module) -> list[tuple[int, int]]:
-    """How often each of a model's tensors was written to, and where its values are, which ``.data =`` changes."""
-    return [(version_of(tensor), tensor.data_ptr()) for tensor in chain(model.parameters(), model.buffers())]
+def written(model: nn.Module) -> list[Any]:
+    """How often each of a model's tensors was written to, and where its values are, which ``.data =`` changes.
+
+    And their sum in words, since nan is not nan, which writing to ``.data`` changes. Synchronizes.
+    """
+    return [
+        (version_of(tensor), tensor.data_ptr(), _has_sum(tensor) and str(tensor.data.sum().item()))
+        for tensor in chain(model.parameters(), model.buffers())
+    ]
+
+
+def _has_sum(tensor: Tensor) -> bool:
+    return type(tensor.data) is Tensor and tensor.dtype.itemsize > 1 and not tensor.is_meta

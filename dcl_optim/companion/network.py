@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion.copying import build
-from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, are_zero, make_optimizer, with_note
+from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, add_note, are_zero, make_optimizer
 from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
 from dcl_optim.pytorch.internals import count_as_step
@@ -43,7 +43,7 @@ class CompanionOptions:
     companion: nn.Module | None = None
     make_optimizer: MakeOptimizer | None = None
     lr_scale: float = 1.0
-    fraction: float = 1.0
+    fraction: float | None = None
     process_group: Any = "auto"
 
 
@@ -60,7 +60,7 @@ class Network:
         module: the companion.
         optimizer: its optimizer.
         wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
-        is_new: whether it has neither predicted nor weights of a state.
+        is_new: whether no backward pass has run in it, and it has no weights of a state.
         has_predicted: whether it has, and was found to share nothing that it trains.
         has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
             optimizers divide later; until then no step is taken.
@@ -82,7 +82,7 @@ class Network:
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
-        self._known = _numbers_of_groups(_trained_by(base))
+        self._known = _numbers_of_groups(base)
         self._seen: list[Any] = []  # what was trained at the last forward, and where it was
         with forked_rng(next(parameters_of(base)).device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
@@ -98,6 +98,13 @@ class Network:
         self._modules = [(model, self.module)]
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
+        # In which layers keep tensors, and which the script clears.
+        self._lists = [
+            (value, getattr(ours, name, []))
+            for theirs, ours in self._modules
+            for name, value in vars(theirs).items()
+            if self._is_copy and isinstance(value, list)
+        ]
 
     # ---- following the model and its optimizer -----------------------------------------------------------------------
 
@@ -107,11 +114,13 @@ class Network:
         The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
         """
         # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
-        trained = _trained_by(self._base)
-        seen = [(list(map(id, group)), list(map(_place, group))) for group in trained]
+        seen = []
+        for group in self._base.param_groups:
+            trained = list(filter(requires_grad, group["params"]))
+            seen.append((list(map(id, trained)), list(map(_place, trained))))
         if seen == self._seen:
             return False
-        numbers = _numbers_of_groups(trained)
+        numbers = _numbers_of_groups(self._base)
         if self._twins.keys().isdisjoint(numbers) and has_other_parameters(self._base, self._model):
             raise ValueError(REPLACED)
         self._seen = seen
@@ -139,6 +148,8 @@ class Network:
         for theirs, ours in self._modules:
             if ours.training != theirs.training:
                 ours.train(theirs.training)
+        for kept, copied in self._lists:
+            del copied[len(kept) :]
 
     def _follow_options(self) -> None:
         """Give the groups the base's learning rate, weight decay and momentum."""
@@ -180,8 +191,12 @@ class Network:
             draws: AbstractContextManager[Any] = nullcontext()
             if not type(self.optimizer).__module__.startswith("torch.optim"):  # whose optimizers draw nothing
                 draws = forked_rng(next(parameters_of(self.optimizer)).device)
-            with draws, with_note(f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}"):
-                self.optimizer.step()
+            try:
+                with draws:
+                    self.optimizer.step()
+            except Exception as error:
+                add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
+                raise
             if self.wide.weights:
                 self.wide.write_network()
         else:
@@ -255,13 +270,10 @@ def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dic
     return twins, [parameter for name, parameter in own.items() if name not in theirs]
 
 
-def _trained_by(base: Optimizer) -> list[list[Tensor]]:
-    """What a base optimizer trains, group by group."""
-    return [list(filter(requires_grad, group["params"])) for group in base.param_groups]
-
-
-def _numbers_of_groups(groups: list[list[Tensor]]) -> dict[Tensor, int]:
-    return {parameter: number for number, group in enumerate(groups) for parameter in group}
+def _numbers_of_groups(base: Optimizer) -> dict[Tensor, int]:
+    """The number of its group for each parameter that a base optimizer trains."""
+    groups = enumerate(base.param_groups)
+    return {parameter: number for number, group in groups for parameter in filter(requires_grad, group["params"])}
 
 
 def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:

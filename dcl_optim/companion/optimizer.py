@@ -6,8 +6,7 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -98,12 +97,7 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
     return copied
 
 
-@contextmanager
-def with_note(note: str) -> Iterator[None]:
-    """Add a note to an error in a block, which Python knows from 3.11 on."""
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "add_note"):
-            error.add_note(note)
-        raise
+def add_note(error: Exception, note: str) -> None:
+    """Add a note to an error, which Python knows from 3.11 on."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim.companion.replay import Arguments
+from dcl_optim.companion.replay import Arguments, copied
 from dcl_optim.progress import are_close
 from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
 
+HALF = 0.5
 FEWEST = 2  # of which batch norm can take statistics
 ROUNDING = 0.03  # of kernels for batches of another size, as a share of the largest logit; half precision needs most
 NOT_CUT = (
@@ -36,15 +37,16 @@ class Rows:
     Whether they do is tried: once for each choice of arguments that have as many rows as the logits.
 
     Args:
-        fraction: the share of the rows that are drawn.
+        fraction: the share of the rows that are drawn; None for half of them, without a warning where that cannot be.
 
     Attributes:
         generator: of the draws of this step, which depend on its seed alone: a resumed run draws as the uninterrupted
             one. None before the first.
     """
 
-    def __init__(self, fraction: float) -> None:
-        self._fraction = fraction
+    def __init__(self, fraction: float | None) -> None:
+        self._fraction = HALF if fraction is None else fraction
+        self._is_given = fraction is not None
         self._can_cut: dict[tuple[Any, ...], bool] = {}
         self._said: set[str] = set()
         self.generator: torch.Generator | None = None
@@ -76,7 +78,8 @@ class Rows:
                 self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, call, length, rows)
         if self._can_cut[case]:
             return rows
-        warn_once(self._said, NOT_CUT)
+        if self._is_given:
+            warn_once(self._said, NOT_CUT)
         return None
 
 
@@ -108,10 +111,10 @@ def _is_same_by_rows(arguments: Arguments, call: Call, length: int, rows: Tensor
     """
     repeated = rows.repeat(length // len(rows) + 1)[:length]
     try:
-        whole = call(map_tensors(Tensor.clone, arguments))
+        whole = call(copied(arguments))
         expected = whole.index_select(0, rows)
         for chosen in (repeated, rows):
-            found = call(cut(map_tensors(Tensor.clone, arguments), length, chosen))
+            found = call(cut(copied(arguments), length, chosen))
             has_shape = found.shape == (len(chosen), *whole.shape[1:])
             if not has_shape or not (whole.is_meta or are_close(expected, found[: len(rows)], ROUNDING)):
                 return False

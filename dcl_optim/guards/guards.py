@@ -14,7 +14,7 @@ from dcl_optim.guards import messages
 from dcl_optim.guards.first_look import FirstLook, refuse_in_batch, refuse_sigmoid
 from dcl_optim.guards.reading import ReadingGuard
 from dcl_optim.loss.reader import LossReader
-from dcl_optim.penalty.distances import mse, squared
+from dcl_optim.penalty.distances import SquaredDistance
 from dcl_optim.penalty.weights import Checked, FollowingFit
 from dcl_optim.progress import Forward, Progress, Stage
 from dcl_optim.pytorch.internals import REPLICA, version, warn, warn_once
@@ -94,6 +94,10 @@ class Guards:
             raise error
         self._not_found = str(error)
 
+    def logits_replaced(self) -> None:
+        """The forecaster's forward pass has put its logits where the model's were."""
+        raise RuntimeError(messages.WRITES_INTO_ITS_INPUT)
+
     # ---- a gradient --------------------------------------------------------------------------------------------------
 
     def step_is_over(self) -> None:
@@ -172,7 +176,7 @@ class Guards:
     def _not_regularized(self, stage: Stage) -> str:
         seen, fix = messages.SEEN_AND_FIX[stage]
         if stage is Stage.FORWARD and self._not_found:
-            seen = self._not_found
+            return self._not_found
         if stage is Stage.NOTHING and not self._model.training:
             seen, fix = messages.EVAL_MODE
         elif stage is Stage.NOTHING and has_other_parameters(self._base, self._model):
@@ -190,8 +194,9 @@ class Guards:
     def _check_strength(self, last: Any, weight: Checked | FollowingFit) -> None:
         """Warn of a penalty with a given weight that is more than half of log K, the loss of a guess. Synchronizes."""
         num_classes = self._forecaster.num_classes
-        is_squared = self._forecaster.distance in (mse, squared)  # others have other sizes
-        if num_classes < 2 or isinstance(weight, FollowingFit) or not is_squared:
+        if num_classes < 2 or isinstance(weight, FollowingFit):
+            return
+        if not isinstance(self._forecaster.distance, SquaredDistance):  # others have other sizes
             return
         penalty = float(last.weight) * float(last.penalty())
         guess = math.log(num_classes)

@@ -113,9 +113,14 @@ SOFTMAX_TWICE = (
     "the rows of the model's output are probabilities, and the loss applies softmax to them again.\n"
     "  Fix: remove the softmax layer; F.cross_entropy takes logits. See docs/troubleshooting.md"
 )
+WRITES_INTO_ITS_INPUT = (
+    "the model's forward writes its logits into an object inside of its input, where the companion has put its own in "
+    "their place.\n"
+    "  Fix: return a new object from forward, or use DCP"
+)
 NOT_OF_THE_MODEL = (
     "penalty got logits of shape {} that no training forward pass of the wrapped model returned since the last step: "
-    "call model.train() before it, and pass the tensor that the model returned, called as model(x), not in a reentrant "
-    "checkpoint (pass use_reentrant=False); of several tensors say which are the logits, "
-    "logits=lambda output: output[1]"
+    "to validate use torch.no_grad(). To train call model.train() before it, and pass the tensor that the model "
+    "returned, called as model(x), not in a reentrant checkpoint (pass use_reentrant=False). A mean of several calls "
+    "belongs inside of the model. Of several tensors say which are the logits, logits=lambda output: output[1]"
 )

@@ -12,23 +12,27 @@ times what the script has written.
 lowest entry of :math:`g - \tfrac12 b\,p` for any b from :math:`2\epsilon a` to :math:`(4-2\epsilon)\,a`; the largest
 entry of g/p will do, close to a and not above it. Then :math:`r = p - q` is known.
 
-**Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`. With
-smoothing the length of r says little once the model fits, since r is then about as long as the error of
-:math:`\epsilon`. But at all entries except the labels' :math:`g = a\,p - c` is a line, whatever
-:math:`c = a\epsilon/K` is, and a is its slope, the least squares over these n entries:
+**Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`. With a
+smoothing that is right as long as the batch has the form's :math:`\epsilon` to the last digits: in float32 with at most
+``FEW`` classes. Otherwise (see below) its smoothing differs by some b, so that :math:`g = a\,(r + b\,v)` with
+:math:`v = e_y - 1/K`, and r is soon about as short as :math:`b\,v`. But no b is seen by a w that is orthogonal to v:
 
-.. math:: a = \frac{\sum r g - \sum r \sum g / n}{\sum r^2 - (\sum r)^2 / n}.
+.. math:: a = \frac{\sum w\,g}{\sum w\,r}, \qquad w = r - c\,e_y, \qquad c = \frac{\sum r\,v}{n\,(1 - 1/K)},
 
-An entry of g is off by u of itself at most (u: see below), so the slope has a relative standard error of
-:math:`u\,\lVert g\rVert / (a \sqrt{S})`, S being the denominator: below u where the probabilities of the other classes
-vary by as much as they differ from :math:`\epsilon/K`, and never mind how well the labels fit. Where they hardly vary
-the line has no slope. So the form's own :math:`\epsilon` counts as one more measurement, of which a tenth
-(``MAX_SHIFT``) is the standard error: it adds :math:`\sigma^2/\tau^2` to n, with :math:`\sigma = u\,\lVert r\rVert /
-\sqrt{3n}` the noise of an entry, and :math:`\tau` a tenth of :math:`\epsilon/K`. The batch's smoothing then follows
-from the labels' entries, and r is moved to it by at most that tenth.
+the sums being those over all entries of the n rows whose gradient is not zero. They need the sums of r g and
+:math:`r^2`, and of the labels' entries of r and g. An entry of g is off by u of itself at most (u: see below), and so
+is a by at most :math:`u\,\lVert w\rVert\,\lVert g\rVert / \sum w\,g`: about u where the predictions vary from row to
+row by as much as they differ from q, and never mind how well the labels fit. Where they hardly vary r is a multiple of
+v, and w is rounding. So the form's own :math:`\epsilon` counts as one more measurement. It adds
+:math:`\sigma^2/\tau^2` to n in c. The noise :math:`\sigma` of a label's entry is about :math:`u/\sqrt 6` of it, and r
+is as long as its labels' entries: :math:`\sigma^2 = u^2 \lVert r\rVert^2 / (6n)`. A batch's smoothing is off by
+:math:`\tau = 3u\epsilon`. So u cancels, and :math:`\lVert r\rVert^2 / (54\,\epsilon^2 n)` is added. Then b follows from
+the sum of the labels' entries of g - a r, and a b of at most a tenth of :math:`\epsilon` (``MAX_SHIFT``) is no part of
+what is left unexplained.
 
 A mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero. The last s
-stands in where a batch tells none: where it does not fit, and without smoothing where only rounding is left of r.
+stands in where a batch tells none: where it does not fit, and where the length of r tells it and only rounding is left
+of r.
 
 **Form.** The loss has this form where :math:`\lVert g - a r\rVert` is rounding. If the model ends in ``log_softmax``,
 ``NLLLoss`` gives :math:`g = -a\,e_y`. Log-probabilities have no softmax: with p = 0 the same formulas read them.
@@ -72,6 +76,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dcl_optim.penalty.layout import wide
@@ -87,9 +92,10 @@ CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
-FEW = 512  # classes
+FEW = 512  # classes, whose sums in float32 are right to the last digits
 MAX_SHIFT = 0.1  # of the form's smoothing, by which that of a batch may differ
-RIDGE = 1e-6  # of the number of entries, which decides where float32 leaves no digits of the spread
+PRIOR = 1.0 / 54.0  # of the form's own smoothing, as a measurement
+RIDGE = 1e-4  # of the number of rows, which decides where float32 leaves no digits of w
 
 PART = 2**18  # numbers of which a CPU's norm in float32 is wrong by at most 0.03 %; of 8M by 0.8 %
 
@@ -113,7 +119,7 @@ class Reading(NamedTuple):
 
     Attributes:
         labels: the label of each row (N,), K for none.
-        scale: s, a scalar; the last one if the gradient does not fit, or without smoothing if only rounding is left.
+        scale: s, a scalar; the last one if the gradient does not fit, or if the length of r tells it and is rounding.
         fits: whether the gradient has the form; if not, no row has a label.
         num_live: how many rows have a gradient.
         rest: the length of what the form leaves unexplained.
@@ -162,8 +168,13 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
         r.sub_(smoothing / num_classes)
     r.mul_(live.unsqueeze(1))
     whole = norm(g)
-    a = _slope(form, roundoff, g, r, y, live, num_live) if smoothing else whole / norm(r)
+    length = norm(r)
+    is_exact = roundoff <= _roundoff_of(torch.float32) and num_classes <= FEW
+    line = _line(form, g, r, y, length, num_live) if smoothing and not is_exact else None
+    a = line.slope if line else whole / length
     rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))  # nan if no row is live
+    if line:
+        rest = _without_shift(form, rest, line, num_live, num_classes)
     excess = torch.sub(rest, whole, alpha=max(TOLERANCE, roundoff))
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
@@ -174,7 +185,7 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     if form.smoothing == LOG:
         fits = fits & ((torch.logsumexp(wide(z), 1).abs() <= NORMALIZED) | ~live).all()
     # A comparison with a number makes a tensor of it first.
-    told = fits if smoothing else excess <= constant(0.0, z.device)
+    told = fits if line else excess <= constant(0.0, z.device)
     scale = torch.where(told, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
         y = torch.where(live & fits, y, constant(num_classes, z.device))
@@ -228,30 +239,46 @@ def _probabilities(form: Form, z: Tensor) -> Tensor:
     return wide(torch.log_softmax(z, 1)).exp_()
 
 
-def _slope(form: Form, roundoff: float, g: Tensor, r: Tensor, y: Tensor, live: Tensor, num_live: Tensor) -> Tensor:
-    """The factor a of this batch; shift r to the smoothing of this batch."""
-    num_rows, num_classes = g.shape
-    num_others = num_classes - 1
-    labels = y.unsqueeze(1)
-    label_r = r.gather(1, labels)
-    sum_r = label_r.sum()
-    sum_g = g.gather(1, labels).sum()
-    r.scatter_(1, labels, 0.0)
-    others_r = sum_r  # negative, as the sum of g: their products below are those of the others
-    others_g = sum_g
-    if roundoff > _roundoff_of(torch.float32):  # rows that are rounded do not sum to 0
-        others_r = r.sum()
-        others_g = g.sum() - sum_g
-    squares = _norm_by_rows(r).square()
-    prior = (roundoff * num_classes / (MAX_SHIFT * form.smoothing)) ** 2 / (3.0 * num_rows * num_others)
-    mean_r = others_r / torch.add(num_live * (num_others * (1.0 + RIDGE)), squares, alpha=prior)
-    product = torch.addcmul((g * r).sum(), others_g, mean_r, value=-1.0)
-    a = product / torch.addcmul(squares, others_r, mean_r, value=-1.0)
-    most = MAX_SHIFT * form.smoothing
-    shift = torch.addcdiv(sum_r, sum_g, a, value=-1.0) / num_live
-    shift = (shift.clamp(-most, most) * live).unsqueeze(1)
-    r.add_(shift, alpha=1.0 / num_others).scatter_(1, labels, label_r.sub_(shift))
-    return a
+class _Line(NamedTuple):
+    """The factor of a gradient whose smoothing is its own.
+
+    Attributes:
+        slope: a.
+        label_r, label_g: minus the sums of the labels' entries.
+    """
+
+    slope: Tensor
+    label_r: Tensor
+    label_g: Tensor
+
+
+def _line(form: Form, g: Tensor, r: Tensor, y: Tensor, length: Tensor, num_live: Tensor) -> _Line:
+    label_r = F.nll_loss(r, y, reduction="sum")
+    label_g = F.nll_loss(g, y, reduction="sum")
+    along = label_r  # v, as rows that sum to 0 have it
+    if not form.in_float32:
+        along = torch.add(label_r, r.sum(), alpha=1.0 / r.shape[1])
+    squares = length.square()
+    mean = along / torch.addcdiv(num_live, squares, num_live, value=PRIOR / form.smoothing**2)
+    size = _size_of_shift(r.shape[1])
+    product = torch.addcmul((g * r).sum(), label_g, mean, value=-1.0 / size)
+    slope = product / torch.addcmul(squares, label_r, mean, value=-1.0 / size)
+    return _Line(slope, label_r, label_g)
+
+
+def _without_shift(form: Form, rest: Tensor, line: _Line, num_live: Tensor, num_classes: int) -> Tensor:
+    """The length of g - a r without what another smoothing explains."""
+    size = _size_of_shift(num_classes)
+    most = MAX_SHIFT * form.smoothing * size
+    label_rest = torch.addcmul(line.label_g, line.slope, line.label_r, value=-1.0)
+    shift = (label_rest / (line.slope * num_live)).clamp_(-most, most)
+    squares = torch.addcmul(rest.square(), label_rest, shift * line.slope, value=-1.0 / size)
+    return squares.clamp_(min=0.0).sqrt_()
+
+
+def _size_of_shift(num_classes: int) -> float:
+    """The sum of squares of v in a row."""
+    return (1.0 + RIDGE) * (1.0 - 1.0 / num_classes)
 
 
 def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
@@ -277,10 +304,11 @@ def tells_form(z: Tensor, g: Tensor) -> bool:
 
 def _telling(z: Tensor, g: Tensor) -> Tensor:
     """Rows in which a third class has a share; two classes have to differ among the rows."""
-    num_classes = z.shape[1]
-    top = torch.softmax(wide(z), 1).topk(min(2, max(num_classes - 1, 1)), 1).values.sum(1)
-    rows = (g.abs().amax(1) > 0) & (top < (CERTAIN if num_classes > 2 else CERTAIN_OF_TWO))
-    if num_classes == 2:
+    p = torch.softmax(wide(z), 1)
+    num_open = int(p.count_nonzero(1).amax())  # of the others a mask has taken the share
+    top = p.topk(2 if num_open > 2 else 1, 1).values.sum(1)
+    rows = (g.abs().amax(1) > 0) & (top < (CERTAIN if num_open > 2 else CERTAIN_OF_TWO))
+    if num_open == 2:
         spread = torch.where(rows, top, -1.0).amax() - torch.where(rows, top, 2.0).amin()
         rows = rows & (spread > max(MIN_SPREAD, 5.0 * tolerance_of(z.dtype, g.dtype)))
     return rows
@@ -311,7 +339,7 @@ def plain_forms(z: Tensor) -> list[Form]:
 def best(readings: dict[Form, Reading]) -> Form | None:
     """The form that leaves the least of a gradient, or a plainer one that leaves hardly more. Synchronizes."""
     weighed = {
-        form: float(reading.rest) * (1.5 if form.smoothing else 1.0) * (1.0 if form.classes_last else 1.1)
+        form: float(reading.rest) * (2.0 if form.smoothing else 1.0) * (1.0 if form.classes_last else 1.1)
         for form, reading in readings.items()
         if bool(reading.fits)
     }
@@ -342,5 +370,5 @@ def _fitted_smoothing(p: Tensor, g: Tensor, live: Tensor) -> Tensor:
         mean_p = (p * others).sum() / others.sum()
         mean_g = (g * others).sum() / others.sum()
         centered = (p - mean_p) * others
-        a = (centered * g).sum() / centered.square().sum()
+        a = (centered * (g - mean_g)).sum() / centered.square().sum()
     return (mean_p - mean_g / a) * p.shape[1]

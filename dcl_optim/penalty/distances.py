@@ -22,48 +22,50 @@ from dcl_optim.pytorch.internals import constant
 Distance = Callable[[Tensor, Tensor], Tensor]
 DistanceName = Literal["mse", "squared", "l1", "kl", "infonce"]
 
-RADIUS = 1 / math.sqrt(2.0)  # of mse, for each class
 
+class SquaredDistance:
+    r"""Squared distance of logits that grows linearly from a radius on; its gradient is written out in pull.py.
 
-def mse(z: Tensor, c: Tensor) -> Tensor:
-    r"""Squared distance of logits, linear for distant rows: :math:`m_i\,(2\,\lVert z_i - c_i\rVert - m_i)/K` with
-    :math:`m_i = \min(\lVert z_i - c_i\rVert, K/\sqrt2)`.
+    .. math:: \delta(z_i, c_i) = m_i\,(2\,\lVert z_i - c_i\rVert - m_i)/K, \qquad
+        m_i = \min(\lVert z_i - c_i\rVert, \rho K)
 
-    It is :func:`squared` up to the distance :math:`K/\sqrt2` of a row, where the gradient is as long as a cross-entropy
-    can make it, and for a single output (K = 1).
+    with no radius for a single output (K = 1). A call gives one value a row, (N,).
 
     Args:
-        z, c: rows (N, K).
-
-    Returns:
-        One value a row, (N,).
+        name: what the optimizer's repr calls it.
+        radius: :math:`\rho > 0`, or infinity.
+        z, c: of a call: rows (N, K).
 
     Examples:
+        >>> SquaredDistance("nearly absolute", 0.01)(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 3.0]]))
+        tensor([0.0198])
         >>> mse(torch.tensor([[1.0, 3.0], [8.0, 6.0]]), torch.tensor([[0.0, 2.0], [0.0, 0.0]]))
         tensor([ 1.0000, 13.1421])
-    """
-    num_classes = z.shape[1]
-    norms = torch.linalg.vector_norm(difference(z, c), dim=1)
-    radius = RADIUS * num_classes if num_classes > 1 else math.inf
-    return huber(norms, radius) * (2.0 / max(num_classes, 1))
-
-
-def squared(z: Tensor, c: Tensor) -> Tensor:
-    r"""Squared distance of logits, :math:`\lVert z_i - c_i\rVert^2/K`, which is the paper's.
-
-    The paper writes :math:`\lVert z-c\rVert^2/2` per sample in Section 3.2, and calls it MSE, which is this mean.
-
-    Args:
-        z, c: rows (N, K).
-
-    Returns:
-        One value a row, (N,).
-
-    Examples:
         >>> squared(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.0, 1.0]]))
         tensor([2.5000])
     """
-    return difference(z, c).square().mean(1)
+
+    def __init__(self, name: str, radius: float) -> None:
+        self.__name__ = name
+        self.radius = radius
+
+    def __call__(self, z: Tensor, c: Tensor) -> Tensor:
+        radius, factor = self.sizes(z.shape[1])
+        return huber(torch.linalg.vector_norm(difference(z, c), dim=1), radius) * factor
+
+    def sizes(self, num_classes: int) -> tuple[float, float]:
+        """The length of z - c from which on it is linear, and what half of the squared length is multiplied by."""
+        radius = self.radius * num_classes if num_classes > 1 else math.inf
+        return radius, 2.0 / max(num_classes, 1)
+
+
+mse = SquaredDistance("mse", 1 / math.sqrt(2.0))
+r"""The default, linear from the distance :math:`K/\sqrt2` on, where the gradient is as long as a cross-entropy can make
+it."""
+
+squared = SquaredDistance("squared", math.inf)
+r"""The paper's, :math:`\lVert z_i - c_i\rVert^2/K`. The paper writes :math:`\lVert z-c\rVert^2/2` per sample in Section
+3.2, and calls it MSE, which is this mean."""
 
 
 def l1(z: Tensor, c: Tensor) -> Tensor:

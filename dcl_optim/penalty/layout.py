@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MASKED = 900.0  # how far the logit of a masked class lies below the largest of its row, at least
+
 
 def to_rows(tensor: Tensor, class_dim: int = 1) -> Tensor:
     """Flatten logits of any shape to rows, the classes last: (batch, K, ...) becomes (N, K).
@@ -61,6 +63,34 @@ def wide(tensor: Tensor) -> Tensor:
         torch.float32
     """
     return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+
+
+class Masks:
+    """Leaves masked classes out of logits, once a batch has shown one.
+
+    Scripts set such logits to minus infinity, -10,000 or -1,000, or add that. Unlike a number for all rows, the
+    distance to the largest leaves logits alone that are low as a whole, such as squared distances.
+
+    Attributes:
+        are_there: whether a batch has.
+
+    Examples:
+        >>> masks = Masks()
+        >>> masks.look_for(torch.tensor([[2.0, -1000.0]]))
+        >>> masks.left_out(torch.tensor([[2.0, -998.0], [-1000.0, -900.0]]))
+        tensor([[    2.,   -inf],
+                [-1000.,  -900.]])
+    """
+
+    are_there = False
+
+    def look_for(self, logits: Tensor) -> None:
+        """Look whether logits have some. Synchronizes."""
+        self.are_there = self.are_there or bool((logits <= -MASKED).any())
+
+    def left_out(self, rows: Tensor) -> Tensor:
+        """Set those of rows to minus infinity."""
+        return rows.masked_fill(rows <= rows.amax(1, keepdim=True) - MASKED, -torch.inf)
 
 
 def difference(z: Tensor, c: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dcl_optim.penalty.distances import RADIUS, Distance, companion_target, huber, mse, name_of, squared
+from dcl_optim.penalty.distances import Distance, SquaredDistance, companion_target, huber, name_of
 from dcl_optim.penalty.layout import difference, from_rows, to_rows, wide
 from dcl_optim.pytorch.internals import constant
 
@@ -17,10 +17,10 @@ Scale = float | Tensor
 
 
 class Pull(NamedTuple):
-    r"""The penalty :math:`\Delta(z, c) = \frac1n\sum_i w_i\,\delta(z_i, c_i)` of N rows, with its gradient for z.
+    r"""The penalty of a batch, the mean :math:`\Delta(z, c) = \frac1n\sum_i w_i\,\delta(z_i, c_i)`, and its gradient.
 
-    The gradient of row i is ``slope[i] * factor * weights[i] / lengths[i]``. These stay apart until :meth:`gradient`
-    gets λ and s, so that the N x K numbers of the slope are multiplied once.
+    The gradient for row i of z is ``slope[i] * factor * weights[i] / lengths[i]``. It is not multiplied out: one kernel
+    then multiplies it by the loss scale and the weight too, and adds it to the gradient of the loss.
 
     Attributes:
         value: called with a factor, or without one for 1, it gives the penalty times that, a scalar: only logs and the
@@ -49,11 +49,13 @@ class Pull(NamedTuple):
         shape: torch.Size,
         dtype: torch.dtype,
         class_dim: int,
-        *scales: Scale,
+        scale: Scale,
+        weight: Scale = 1.0,
+        *,
         added_to: Tensor | None = None,
         overwrites: bool = False,
     ) -> Tensor:
-        r"""Give :math:`s\,\partial\Delta/\partial z` in a shape and dtype of logits, s being the product of the scales.
+        r"""Give :math:`s\lambda\,\partial\Delta/\partial z` in a shape and dtype of logits: scale and weight.
 
         ``added_to`` is another gradient, which it is added to. With ``overwrites`` it takes the memory of the slope.
         """
@@ -61,16 +63,16 @@ class Pull(NamedTuple):
             whole = torch.zeros(shape, dtype=dtype, device=self.slope.device) if added_to is None else added_to
             part = None if added_to is None else added_to.index_select(0, self.drawn)
             size = torch.Size([len(self.drawn), *shape[1:]])
-            found = self._replace(drawn=None).gradient(size, dtype, class_dim, *scales, added_to=part)
+            found = self._replace(drawn=None).gradient(size, dtype, class_dim, scale, weight, added_to=part)
             return whole.index_copy(0, self.drawn, found)
         factor = self.factor
         of_rows = self.weights
-        for scale in scales:
-            if isinstance(scale, Tensor):
-                scale = scale.to(self.slope)
-                of_rows = scale if of_rows is None else of_rows * scale
+        for given in (scale, weight):
+            if isinstance(given, Tensor):
+                given = given.to(self.slope)
+                of_rows = given if of_rows is None else of_rows * given
             else:
-                factor *= scale
+                factor *= given
         if self.lengths is not None:
             of_rows = (1.0 if of_rows is None else of_rows) / self.lengths
         if of_rows is None:
@@ -111,7 +113,7 @@ def pull_of(
         weights = weights / number.clamp(min=1)
     elif number is not None:
         divisor = max(number, 1.0)
-    if distance is mse or distance is squared:  # in every step by default, so written out
+    if isinstance(distance, SquaredDistance):  # in every step by default, so written out
         slope = difference(z, c)
         norms = torch.linalg.vector_norm(slope, dim=1)
         return _squared_pull(distance, slope, norms, weights, divisor)
@@ -128,8 +130,9 @@ def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, al
         alpha: the share of c in the target.
     """
     number = float(max(len(z), 1))
-    if pull.norms is None:
+    if not isinstance(distance, SquaredDistance):
         return _differentiated_pull(distance, c, companion_target(z, c, alpha), None, number)
+    assert pull.norms is not None
     # c less its target is z - c times -(1 - alpha): one difference serves both gradients.
     share = 1.0 - alpha
     towards = _squared_pull(distance, pull.slope, pull.norms, None, number, share)
@@ -137,14 +140,12 @@ def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, al
 
 
 def _squared_pull(
-    distance: Distance, slope: Tensor, norms: Tensor, weights: Tensor | None, number: float, share: float = 1.0
+    distance: SquaredDistance, slope: Tensor, norms: Tensor, weights: Tensor | None, number: float, share: float = 1.0
 ) -> Pull:
     """The penalty whose difference is this share of the slope."""
-    num_classes = slope.shape[1]
-    radius = math.inf
-    if distance is mse and num_classes > 1 and share > 0.0:
-        radius = RADIUS * num_classes / share
-    factor = 2.0 / max(num_classes, 1) / number
+    radius, factor = distance.sizes(slope.shape[1])
+    radius = radius / share if share else math.inf
+    factor /= number
 
     def value(scale: Scale = 1.0) -> Tensor:
         distances = huber(norms, radius)

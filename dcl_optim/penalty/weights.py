@@ -24,9 +24,6 @@ class MeasuresFit(Protocol):
     reads_labels: bool
     num_classes: int
 
-    def measure_accuracy(self, from_classes: float) -> None:
-        """Measure the training accuracy of more classes than this."""
-
     def train_accuracy(self) -> Tensor:
         """The running mean of the training accuracy, a scalar."""
 
@@ -120,11 +117,11 @@ class FollowingFit:
     def __init__(self, rule: AutoWeight, forecaster: MeasuresFit) -> None:
         self.given = rule
         self._forecaster = forecaster
-        self._constant_up_to = rule.constant_up_to
+        self.constant_up_to = rule.constant_up_to
 
     def __call__(self, step: int) -> Scale:
         num_classes = self._forecaster.num_classes
-        if num_classes <= self._constant_up_to:
+        if num_classes <= self.constant_up_to:
             return self.given.floor
         return self.given.at(self._forecaster.train_accuracy(), num_classes)
 
@@ -135,7 +132,4 @@ def resolve_weight(weight: Weight, forecaster: MeasuresFit) -> Checked | Followi
     if isinstance(given, str) or (isinstance(given, AutoWeight) and not forecaster.reads_labels):
         allowed = "'auto', a number" if forecaster.reads_labels else "a number"
         raise ValueError(f"weight={weight!r} is not known here; pass {allowed} or a callable of the step")
-    if not isinstance(given, AutoWeight):
-        return Checked(given, "weight")
-    forecaster.measure_accuracy(given.constant_up_to)
-    return FollowingFit(given, forecaster)
+    return FollowingFit(given, forecaster) if isinstance(given, AutoWeight) else Checked(given, "weight")

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
-from dcl_optim.penalty.layout import difference
+from dcl_optim.penalty.layout import Masks, difference
 from dcl_optim.penalty.pull import Pull, Scale, pull_of
 from dcl_optim.progress import Forward
 from dcl_optim.prototypes.labels import classes_of
-from dcl_optim.prototypes.tally import MASKED, NEVER, State, Tally, learn_, learn_fit_, new_state
+from dcl_optim.prototypes.tally import NEVER, State, Tally, learn_, learn_fit_, new_state
 from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import outside_compiled_graphs
 from dcl_optim.pytorch.ranks import DataParallelGroup
@@ -25,14 +25,14 @@ OTHER_NUM_CLASSES = (
     "num_classes={0} but there are {1} logits a row; pass num_classes={1}, or logits with the classes in dimension 1"
 )
 OTHER_WIDTH = (
-    "the first batch, or the loaded state, had {} logits a row, this one has {}; build the base optimizer and wrap it "
-    "again after a change of the classes. For two heads add the penalty of one. Scores against the rows of a batch "
-    "(in-batch negatives) have no classes"
+    "the number of logits a row varies: the first batch, or the loaded state, had {} logits a row, this one has {}. "
+    "After a change of the classes build the base optimizer and wrap it again. For two heads add the penalty of one. "
+    "Positions in an input, and scores against the rows of a batch, are no classes: use DCLOptimizer"
 )
 
 
 class Lesson(NamedTuple):
-    """What a batch shows, without its labels.
+    """What a batch shows, without its labels: made in ``pull``, kept until ``observe``, which may overwrite it.
 
     Attributes:
         values: the differences z - p of rows with one class each; of rows with soft labels the logits z. (N, K).
@@ -51,7 +51,7 @@ class Prototypes(Forecaster):
     n rows with a label; :math:`w_i = \min(1, n_{y_i})`, which is 0 for a class that no step has seen. With soft labels
     it is 1 once all classes of the row were seen: each has a share of many rows, so that a small n is not an old one.
 
-    A logit that is not finite, or at most -10,000, is masked: it neither pulls nor is learned from.
+    A logit that is not finite, or 900 below the largest of its row, is masked: it neither pulls nor is learned from.
 
     The tables have a row K for the rows without a label, which counts as a class that no step has seen.
 
@@ -83,7 +83,7 @@ class Prototypes(Forecaster):
         self._model = model
         self._group = group
         self._measures_from = math.inf  # with more classes the accuracy is measured
-        self._has_masks = False
+        self._masks = Masks()
         self._is_agreed = False  # whether the ranks have the same number of classes
         self._tally: Tally | None = None
 
@@ -129,7 +129,7 @@ class Prototypes(Forecaster):
     def train_accuracy(self) -> Tensor:
         return self._state.fit[0] / self._state.fit[1]
 
-    def figures(self) -> dict[str, Any]:
+    def logs(self) -> dict[str, Any]:
         return {"train_accuracy": self.train_accuracy()} if self.num_classes > self._measures_from else {}
 
     # ---- the penalty: 1/n Σ_i w_i δ(z_i, p^{y_i}) --------------------------------------------------------------------
@@ -142,11 +142,12 @@ class Prototypes(Forecaster):
         z = forward.rows
         if z.shape[1] != self.num_classes or z.device != self._state.values.device or z.dtype.itemsize > self._itemsize:
             self._follow(z)
-        if not self._has_masks and forward.may_read and len(z):
-            self._has_masks = float(z.amin()) <= MASKED
-        if self._has_masks:
-            z = torch.threshold(z, MASKED, -math.inf)
+        if forward.may_read:
+            self._masks.look_for(z)
+        if self._masks.are_there:
+            z = self._masks.left_out(z)
         is_soft = labels.rows.ndim > 1
+        # Rows without a label have class K, whose prototype is 0 and whose number stays below 0: their weight is 0.
         if is_soft:
             c, weights = self._of_shares(labels.rows)
         else:
@@ -188,7 +189,7 @@ class Prototypes(Forecaster):
         if labels.rows.ndim == 1:
             tally.add_rows(labels.rows, values, self._one)
         else:
-            tally.add_shares(labels.rows.to(values), values, self._state.values[:-1], self._has_masks)
+            tally.add_shares(labels.rows.to(values), values, self._state.values[:-1], self._masks.are_there)
         if predicted is not None:
             tally.num_right = tally.num_right + (predicted == classes_of(labels.rows)).sum(dtype=values.dtype)
 

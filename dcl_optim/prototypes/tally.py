@@ -15,7 +15,6 @@ from dcl_optim.pytorch.internals import constant
 
 TINY = 1e-30  # labeled rows before the first step, so that the accuracy is 0 then
 NEVER = -1e30  # rows; not infinite, which alpha = 0 would make nan
-MASKED = -1e4  # a logit at or below is that of a masked class
 DECAY = 0.98  # of the running mean of the training accuracy, a step
 
 
@@ -116,6 +115,7 @@ def learn_(state: State, tally: Tally, alpha: float, counts_rows: bool) -> None:
         divisors = counts / (1.0 - alpha * state.numbers.clamp(0.0, 1.0))
     torch.where(ages, numbers, state.numbers, out=state.numbers)
     divisors = torch.where(is_here, divisors, constant(math.inf, counts.device)).unsqueeze(1)
+    # Now n is that of after the step, and the tally has differences to the prototypes of before: add them, divided.
     if tally.sums is not None:
         state.values.addcdiv_(tally.sums, divisors)
     for classes, apart in tally.parts:

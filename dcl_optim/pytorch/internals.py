@@ -83,6 +83,10 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, function, tree)
 
 
+# The same for everything in nested containers, also for a container that torch's pytree does not know.
+map_leaves = pytree.tree_map
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """All tensors in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -63,13 +63,12 @@ def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tenso
 
 def _not_found(output: Any) -> str:
     kind = type(output).__name__
-    example = "output[...]"
     if isinstance(output, Mapping) and output:
         kind += f" with keys {', '.join(map(repr, output))}"
-        example = f"output[{next(iter(output))!r}]"
     return (
         f"no logits found in the model's output of type {kind}.\n"
-        f"  Fix: give the wrapper a function that returns the logits tensor, as in logits=lambda output: {example}"
+        "  Fix: give the wrapper a function that returns the logits tensor, as in logits=lambda output: output[...]; "
+        "or with DCP add the penalty to the loss, loss + optimizer.penalty(logits, labels)"
     )
 
 

@@ -150,7 +150,7 @@ class DataParallelGroup:
 
     def average(self, tensors: list[Tensor]) -> None:
         """Mean over the ranks, in place; sharded gradients, which their shards' owner has averaged, are left."""
-        together = _whole(tensors) if self.size > 1 else []
+        together = _whole(tensors)
         if together:
             flat = internals.flattened(together)  # one reduction, not one for each tensor
             self.all_reduce_sum(flat)

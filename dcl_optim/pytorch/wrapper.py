@@ -60,10 +60,12 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
 
         def __getattr__(self, name: str) -> Any:
             """``train`` and ``eval`` of a base that has them (Schedule-Free); SAM's ``first_step`` would bypass us."""
-            if name in ("train", "eval") and hasattr(self.__dict__.get("base"), name):
+            is_of_base = hasattr(self.__dict__.get("base"), name)
+            if is_of_base and name in ("train", "eval"):
                 return functools.partial(self._switch, name)
-            is_of_sam = name in ("first_step", "second_step")
-            hint = ": optimizer.step(closure) takes all steps of SAM" if is_of_sam else ""
+            hint = f": its base has, optimizer.base.{name}" if is_of_base else ""
+            if name in ("first_step", "second_step"):
+                hint = ": optimizer.step(closure) takes all steps of SAM"
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def _switch(self, mode: str) -> None:

@@ -3,15 +3,17 @@
 ``none``; ``crop``: random crop; ``basic``: crop and mirror, what the paper's appendix names; ``authors``: what its
 published code does instead, crop with grey borders, mirror, AutoAugment's CIFAR-10 policy (Cubuk et al. 2019) and
 Cutout (DeVries and Taylor 2017); ``trivial``: crop, mirror and TrivialAugment (Müller and Hutter 2021); ``rand``: crop,
-mirror and RandAugment (Cubuk et al. 2020) with two operations of strength 9.
+mirror and timm's RandAugment (Cubuk et al. 2020), for PIL images.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,6 +24,7 @@ PADDING = 4
 GREY = 128
 CUTOUT = 16
 MARGIN = 8 / 7  # 256 pixels for inputs of 224
+RAND_AUGMENT = "rand-m9-mstd0.5-inc1"  # the setting of timm's own recipes
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,34 @@ class Cutout:
         return image
 
 
+class TimmRandAugment:
+    """timm's RandAugment; it draws from the generators of Python and numpy, which get a seed of torch's for each image.
+
+    Args:
+        view: of the images; its mean fills what a shift leaves, as in timm's own transforms.
+    """
+
+    def __init__(self, view: View) -> None:
+        try:
+            from timm.data.auto_augment import rand_augment_transform
+        except ImportError as error:
+            raise ImportError("augmentation='rand' needs timm: pip install timm") from error
+        mean = tuple(round(255 * value) for value in view.mean)
+        options = {"translate_const": int(0.45 * min(view.size)), "img_mean": mean}
+        self._transform = rand_augment_transform(RAND_AUGMENT, options)
+
+    def __call__(self, image: Any) -> Any:
+        seed = int(torch.randint(2**31, ()))
+        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - timm's own
+        random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        try:
+            return self._transform(image)
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)  # noqa: NPY002
+
+
 def training(name: str, view: View) -> Callable[[Any], Tensor]:
     """The augmentation of one image (PIL or uint8 tensor (C, H, W)); it draws from torch's global generator.
 
@@ -87,7 +118,7 @@ def training(name: str, view: View) -> Callable[[Any], Tensor]:
     if name == "trivial":
         steps.append(v2.TrivialAugmentWide())
     if name == "rand":
-        steps.append(v2.RandAugment())
+        steps.append(TimmRandAugment(view))
     steps += _normalisation(view)
     return v2.Compose([*steps, Cutout()] if name == "authors" else steps)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from examples.research import evidence, pays, size, tabular, wrong_labels
+from examples.research import evidence, fraction, pays, size, tabular, wrong_labels
 from examples.research.configuration import BY_BATCH, DCL, DCP_01, PAPER, Configuration, Experiment
 from examples.research.pays import DIGITS
 from examples.research.rivals import experiments as rivals
@@ -58,4 +58,5 @@ EXPERIMENTS: dict[str, Experiment] = {
     **rivals.EXPERIMENTS,
     **wrong_labels.EXPERIMENTS,
     **tabular.EXPERIMENTS,
+    **fraction.EXPERIMENTS,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dcl_optim.trial.comparison import Comparison
-from examples.research import evidence, gain_tables, pays, records, size, tabular
+from examples.research import evidence, fraction, gain_tables, pays, records, size, tabular
 from examples.research import wrong_labels as rows_with_wrong_labels
 from examples.research.applications import fine_tuning
 from examples.research.experiments import EXPERIMENTS
@@ -119,6 +119,11 @@ def companion(table: str, *rounds: int) -> str:
     heads, rule, *lines = found.splitlines()
     has_figures = re.compile(r"[-+]\d")  # gains: rows that were not run are left out
     return "\n".join([heads, rule, *filter(has_figures.search, lines)])
+
+
+def fractions() -> str:
+    """What a share of the rows changes for model and companion."""
+    return fraction.table(RESULTS)
 
 
 def rivals_in_new_seeds() -> str:

@@ -94,7 +94,7 @@ def wrapped(case: Case, variant: str, **more: Any) -> tuple[nn.Module, Any]:
     model = case.model()
     base, options = case.base.build(model), case.options() | more
     if variant == "dcl":
-        return model, DCLOptimizer(base, model, **options)
+        return model, DCLOptimizer(base, model, **options, companion_fraction=1)
     # As many random labels as classes may be the rows' places.
     return model, DCPOptimizer(base, model, num_classes=case.classes, **options)
 

@@ -227,7 +227,7 @@ def read(case: Case) -> Counter[str]:
 def _wrapped(model: Given, case: Case, dcp: bool) -> Any:
     base = torch.optim.SGD(model.parameters(), lr=0.0)
     if not dcp:
-        return DCLOptimizer(base, model)
+        return DCLOptimizer(base, model, companion_fraction=1)
     weight = 2.0 if case.dtype == torch.float16 else 512.0  # rounding of the loss's gradient is small beside it
     optimizer = DCPOptimizer(base, model, alpha=1.0, update="batch", weight=weight, distance=torch.linalg.vecdot)
     classes = torch.arange(case.classes).repeat(2)  # once would be the rows' places

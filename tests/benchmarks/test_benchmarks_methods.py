@@ -28,8 +28,8 @@ PAPER = {"weight": WEIGHT, "alpha": ALPHA, "distance": "squared"}
 PAPERS = {
     "DCP, line": partial(companion_prototype, **PAPER, update="batch"),
     "DCP, term": partial(companion_prototype, **PAPER, update="batch", term=True),
-    "DCL, line": partial(companion_learning, **PAPER),
-    "DCL, term": partial(companion_learning, **PAPER, term=True),
+    "DCL, line": partial(companion_learning, **PAPER, companion_fraction=1),
+    "DCL, term": partial(companion_learning, **PAPER, companion_fraction=1, term=True),
 }
 
 

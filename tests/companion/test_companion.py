@@ -6,14 +6,12 @@ import copy
 import sys
 import weakref
 
-import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, distances
-from dcl_optim.layout import to_rows
+from dcl_optim import DCLOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -26,7 +24,7 @@ from tests.helpers import (
     train,
     wrap,
 )
-from tests.reference import dcl_step
+from tests.reference import train_by_hand
 
 DATA = list(batches(5))
 
@@ -64,49 +62,21 @@ def test_forward_passes_of_one_backward_pass_share_one_of_the_companion():
     optimizer.step()
 
 
-def test_the_buffer_of_the_inputs_may_be_refilled_before_the_step():
-    """As a loader's does that hands out one array; the step may also never come, and the batch is given up then."""
-    runs = []
-    for refills in (False, True):
-        model, buffer = mlp(), numpy.zeros((8, FEATURES))
-        optimizer = wrap(model)
-        for step, (x, y) in enumerate(batches(8)):
-            optimizer.zero_grad()
-            for rows, labels in zip(x.chunk(2), y.chunk(2), strict=True):
-                inputs = buffer if refills else numpy.empty(rows.shape)
-                inputs[:] = rows
-                (F.cross_entropy(model(torch.from_numpy(inputs)), labels) / 2).backward()
-                if refills:
-                    inputs[:] = 1000.0
-            if step % 3 != 1:
-                optimizer.step()
-        runs.append((model.state_dict(), optimizer.companion.state_dict(), optimizer.state_dict()))
-    assert_same(*runs)
-
-
 def test_another_architecture_equals_the_loop_written_out():
     def small() -> nn.Module:
         torch.manual_seed(8)
         return nn.Sequential(nn.Linear(FEATURES, CLASSES)).double()
 
-    model, theirs, companion = mlp(), mlp(), small()
+    model, companion = mlp(), small()
     optimizer = wrap(model, companion=small(), companion_lr_scale=0.5)
     train(model, optimizer, batches(20))
-    plain, second = sgd(theirs), sgd(companion, lr=0.05)
-    for x, y in batches(20):
-        dcl_step(theirs, companion, plain, second, x, y, F.cross_entropy, distances.mse)
-    assert_same(model, theirs, rtol=1e-9, atol=1e-10)
-    assert_same(optimizer.companion, companion, rtol=1e-9, atol=1e-10)
+    hand = train_by_hand(
+        mlp(), lambda network: sgd(network, lr=0.05 if network is companion else 0.1), batches(20), companion
+    )
+    assert_same((model, optimizer.companion), hand, rtol=1e-9, atol=1e-10)
 
 
 # ---- random draws ----------------------------------------------------------------------------------------------------
-
-
-def test_companion_replays_the_models_draws():
-    model = dropout_net()
-    optimizer = wrap(model)
-    train(model, optimizer, batches(1))
-    assert optimizer.logs()["penalty"] == 0.0, "same weights and same masks give the same logits"
 
 
 def test_layers_that_draw_from_a_generator_of_their_own():
@@ -150,55 +120,6 @@ def test_the_script_draws_from_its_stream_as_if_no_companion_ran(draws):
 
 
 # ---- outputs ---------------------------------------------------------------------------------------------------------
-
-
-class Sequence(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.rnn, self.head = nn.GRU(3, 8, batch_first=True), nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.rnn(x)[0])
-
-
-def square_of(z: Tensor) -> Tensor:
-    return z.square().mean()
-
-
-def of_tokens(z: Tensor) -> Tensor:
-    """A cross-entropy, whose gradient shows that the classes are the last dimension."""
-    return F.cross_entropy(z.flatten(0, 1), torch.arange(28) % CLASSES)
-
-
-SHAPES = {
-    "dense": (lambda: nn.Conv2d(2, CLASSES, 3, padding=1), (4, 2, 5, 6), 1, square_of),
-    "sequence": (Sequence, (4, 7, 3), 2, of_tokens),
-    "regression": (lambda: nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)), (4, 3), 1, square_of),
-}
-
-
-@pytest.mark.parametrize(
-    ("shape", "distance"), [("dense", "mse"), ("dense", "infonce"), ("sequence", "kl"), ("regression", "mse")]
-)
-def test_any_output_shape(shape, distance):
-    """The penalty's gradient on the weights is that of the distance between rows, classes last."""
-    build, size, dim, loss_of = SHAPES[shape]
-    torch.manual_seed(0)
-    model = build().double()
-    companion = copy.deepcopy(model)
-    for p in companion.parameters():
-        p.data += 0.1
-    alone = copy.deepcopy(model)
-    x = torch.randn(*size, dtype=torch.float64)
-    optimizer = wrap(model, companion=copy.deepcopy(companion), distance=distance)
-    z = model(x)
-    (loss_of(z) if loss_of is of_tokens else loss_of(z) + optimizer.penalty(z)).backward()
-    z, c = alone(x), companion(x).detach()
-    (loss_of(z) + getattr(distances, distance)(to_rows(z, dim), to_rows(c, dim)).mean()).backward()
-    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-        assert_same(ours.grad, theirs.grad, rtol=1e-10, atol=1e-13)
-    optimizer.step()
 
 
 def test_companion_of_another_output_shape():
@@ -285,7 +206,7 @@ class Stateful(nn.Module):
 
 def test_a_hidden_state_in_an_attribute_of_the_companion_is_named_and_detached_there():
     model = Stateful()
-    optimizer = DCLOptimizer(sgd(model), model)
+    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
 
     def chunk(*networks: nn.Module) -> None:
         for network in networks:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, through_a_file, train, two_processes, wrap
+from tests.reference import train as train_by
 
 HALF = torch.bfloat16
 
@@ -57,14 +58,11 @@ def companions_way(dtype: torch.dtype, lr: float) -> float:
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)).to(dtype)
     y = torch.arange(512) % 10
     x = (torch.randn(10, 32)[y] + 0.7 * torch.randn(512, 32)).to(dtype)
-    optimizer = DCLOptimizer(sgd(model, lr=lr), model)
+    optimizer = DCLOptimizer(sgd(model, lr=lr), model, companion_fraction=1)
     start = nn.utils.parameters_to_vector(model.parameters()).detach().float()
     for _ in range(400):
         rows = torch.randint(512, (64,))
-        optimizer.zero_grad()
-        z = model(x[rows])
-        (F.cross_entropy(z, y[rows]) + optimizer.penalty(z)).backward()
-        optimizer.step()
+        train_by(optimizer, [(x[rows], y[rows])], loss=F.cross_entropy)
     assert (model(x).argmax(1) == y).all()
     end = nn.utils.parameters_to_vector(optimizer.companion.parameters()).detach().float()
     return float((end - start).norm())
@@ -84,7 +82,7 @@ def test_parameters_in_float32_are_stepped_themselves_and_those_in_half_precisio
     torch.manual_seed(0)
     model = Mixed(nn.Linear(FEATURES, 12, dtype=HALF), nn.Linear(12, CLASSES))
     groups = [{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.01}]
-    optimizer = DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0)
+    optimizer = DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0, companion_fraction=1)
     body, head = optimizer.companion
     before = weights_of(optimizer)
     train(model, optimizer, half_batches(3))
@@ -178,7 +176,13 @@ BASES: dict[str, tuple[Any, dict[str, Any]]] = {
 def build(base: str) -> DCLOptimizer:
     make, options = BASES[base]
     model = mlp(dtype=HALF)
-    return DCLOptimizer(make(model.parameters()), model, weight=1.0, **{name: give() for name, give in options.items()})
+    return DCLOptimizer(
+        make(model.parameters()),
+        model,
+        weight=1.0,
+        **{name: give() for name, give in options.items()},
+        companion_fraction=1,
+    )
 
 
 def resumed(optimizer: DCLOptimizer, base: str) -> DCLOptimizer:
@@ -213,30 +217,13 @@ def test_a_run_goes_on_bit_for_bit(again: Callable[[DCLOptimizer, str], DCLOptim
     assert_same_state(whole, other)
 
 
-def test_a_state_of_the_networks_own_weights_loads() -> None:
-    """As they were saved once: in half precision, with the moments."""
-    optimizer, again = narrow(), narrow()
-    train(optimizer.model, optimizer, half_batches(5))
-    state = copy.deepcopy(optimizer.state_dict())
-    own = state["dcl_optim.DCLOptimizer"]["forecaster"]
-    own["model"] = dict(optimizer.companion.state_dict())
-    for moments in own["optimizer"]["state"].values():
-        moments["momentum_buffer"] = moments["momentum_buffer"].to(HALF)
-    again.load_state_dict(through_a_file(state))
-    assert_same(again.companion, optimizer.companion)
-    for weight, half in zip(weights_of(again), optimizer.companion.parameters(), strict=True):
-        assert torch.equal(weight, half.float())
-    train(again.model, again, half_batches(3))
-    assert_rounded(again)
-
-
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
 def test_the_state_of_the_companions_optimizer_is_not_rounded_when_it_is_loaded(kind: Any) -> None:
     """Torch rounds that of the base, whose parameters are in half precision, to their dtype."""
     optimizers = []
     for seed in (0, 4):
         model = mlp(seed=seed, dtype=torch.bfloat16)
-        optimizers.append(DCLOptimizer(kind(model.parameters(), lr=0.01), model))
+        optimizers.append(DCLOptimizer(kind(model.parameters(), lr=0.01), model, companion_fraction=1))
     first, second = optimizers
     train(first.model, first, batches(5, dtype=torch.bfloat16))
     saved = copy.deepcopy(first.state_dict())

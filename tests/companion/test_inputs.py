@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, namedtuple
+import dataclasses
+from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dcl_optim import distances
 from tests import reference
 from tests.helpers import FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
+from tests.reference import train_by_hand
 
 DATA = list(batches(5))
 
@@ -42,15 +43,14 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 
 
 class Reading(nn.Module):
-    def __init__(self, read: Callable[[Any], Tensor], checkpointed: bool = False) -> None:
+    def __init__(self, read: Callable[[Any], Tensor]) -> None:
         super().__init__()
-        self.net, self.read, self.checkpointed = mlp(), read, checkpointed
+        self.net, self.read = mlp(), read
         self.seen: list[Any] = []
 
     def forward(self, batch: Any) -> Tensor:
         self.seen.append(batch)
-        x = self.read(batch)
-        return checkpoint(self.net, x, use_reentrant=True) if self.checkpointed else self.net(x)
+        return self.net(self.read(batch))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -89,20 +89,17 @@ def first_of(batch: list[Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("pack", [Batch, lambda x: {x}], ids=["object", "set"])
-def test_what_is_not_looked_into_is_handed_on_itself(pack: Callable[[Tensor], Any]) -> None:
-    model, hand = Reading(first_of), mlp()
-    companion = copy.deepcopy(hand)
-    optimizer, base, second = wrap(model), sgd(hand), sgd(companion)
+def test_of_what_is_not_looked_into_there_is_a_shallow_copy(pack: Callable[[Tensor], Any]) -> None:
+    model = Reading(first_of)
+    optimizer = wrap(model)
     given = pack(torch.tanh(one()[0]))
     model([given])
-    assert optimizer.companion.seen[0][0] is given
-    for x, y in batches(5):
-        optimizer.zero_grad()
-        F.cross_entropy(model([pack(x)]), y).backward()
-        optimizer.step()
-        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse)
-    assert_same(model.net, hand, rtol=1e-10, atol=1e-12)
-    assert_same(optimizer.companion.net, companion, rtol=1e-10, atol=1e-12)
+    theirs = optimizer.companion.seen[0]
+    assert theirs[0] is not given
+    assert first_of(theirs) is first_of([given])
+    train(model, optimizer, [([pack(x)], y) for x, y in DATA])
+    hand = train_by_hand(mlp(), sgd, DATA)
+    assert_same((model.net, optimizer.companion.net), hand, rtol=1e-10, atol=1e-12)
 
 
 def test_a_graph_inside_what_is_not_looked_into_is_refused_at_the_first_prediction() -> None:
@@ -113,21 +110,6 @@ def test_a_graph_inside_what_is_not_looked_into_is_refused_at_the_first_predicti
     with pytest.raises(RuntimeError, match=r"would train a tensor of shape \(6,\), which is not its own"):
         model(Batch(one()[0] * prompt))
     optimizer.detach()
-
-
-def test_a_reentrant_checkpoint_inside_the_model() -> None:
-    """Its inputs need a gradient for it, in the companion too."""
-    pack, read = FORMS["nested"]
-    found = []
-    for checkpointed in (False, True):
-        model = Reading(read, checkpointed)
-        optimizer = wrap(model)
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            F.cross_entropy(model(pack(x.requires_grad_())), y).backward()
-            optimizer.step()
-        found.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found)
 
 
 # ---- inputs that the forward pass changes ----------------------------------------------------------------------------
@@ -146,6 +128,68 @@ class Centered(nn.Module):
         if self._left < 0:
             self._change(x)
         return self.net(x)
+
+
+class Scores(nn.Module):
+    """Writes its logits into its input, as the modules of sentence-transformers and GraphGym do."""
+
+    def __init__(self, place: str = "scores") -> None:
+        super().__init__()
+        self.net, self.place = mlp(), place
+
+    def forward(self, batch: Any, inside: Any = None) -> Any:
+        values = vars(inside or batch)
+        values = values.get("data", values)  # of a UserDict
+        values[self.place] = self.net(values["x"])
+        return inside or batch
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+    scores: Tensor | None = None
+
+
+KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "UserDict": lambda x: UserDict(x=x),
+    "object": Batch,
+    "dataclass": Record,
+}
+
+
+@pytest.mark.parametrize("place", ["scores", "x"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_may_write_its_logits_into_its_input(kind: str, place: str) -> None:
+    """The companion's own copy is as the input was before: also where features are replaced, and as a keyword."""
+
+    def logits_of(output: Any) -> Tensor:
+        return output[place] if kind == "UserDict" else getattr(output, place)
+
+    model, hand = Scores(place), mlp()
+    companion = copy.deepcopy(hand)
+    optimizer = wrap(model, logits=logits_of)
+    base, second = sgd(hand), sgd(companion)
+    for number, (x, y) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        batch = KINDS[kind](x)
+        output = model(batch) if number % 2 else model([], inside=batch)
+        F.cross_entropy(logits_of(output), y).backward()
+        optimizer.step()
+        reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse)
+    assert_same(model.net, hand, rtol=1e-10, atol=1e-12)
+    assert_same(optimizer.companion.net, companion, rtol=1e-10, atol=1e-12)
+
+
+def test_what_cannot_be_copied_is_handed_on_itself() -> None:
+    class Locked(Batch):
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise TypeError("cannot pickle 'Locked' object")
+
+    model = Reading(attribute)
+    optimizer = wrap(model)
+    given = Locked(one()[0])
+    model(given)
+    assert optimizer.companion.seen == [given]
 
 
 class Popping(nn.Module):

@@ -27,7 +27,7 @@ from tests.helpers import (
     train,
     wrap,
 )
-from tests.reference import Rounded, dcl_step
+from tests.reference import Rounded, dcl_step, train_by_hand
 
 DATA = list(batches(5))
 AGAIN = r"trains other parameters than before.*the companion is copied from the model again"
@@ -76,16 +76,6 @@ def test_of_a_model_that_is_converted_in_mid_run_there_is_another_copy_and_a_war
         train(model, optimizer, [(DATA[2][0].float(), DATA[2][1])])
     assert optimizer.logs()["penalty"] == 0
     assert_same(optimizer.companion, expected)
-
-
-def test_a_companion_that_was_asked_for_before_the_model_is_converted_is_copied_again() -> None:
-    model = mlp()
-    optimizer = wrap(model)
-    assert optimizer.companion[0].weight.dtype == torch.float64
-    model.float()
-    with pytest.warns(UserWarning, match="the model was moved: the companion is copied from the model again"):
-        model(DATA[0][0].float())
-    assert_same(optimizer.companion, model)
 
 
 def test_layers_that_are_frozen_in_turn_keep_their_companion() -> None:
@@ -143,10 +133,8 @@ def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name: str
     model, hand, start = MODELS[name](), MODELS[name](), MODELS[name]()
     optimizer = wrap(model, companion=Elsewhere(copy.deepcopy(model).to(dtype)))
     companion = Elsewhere(Rounded(copy.deepcopy(hand), dtype))
-    base, second = sgd(hand), sgd(companion)
     train(model, optimizer, batches(20))
-    for x, y in batches(20):
-        dcl_step(hand, companion, base, second, x, y, F.cross_entropy, mse)
+    train_by_hand(hand, sgd, batches(20), companion)
     assert_same(model, hand, rtol=1e-3, atol=1e-4)
     weights = nn.ParameterList(optimizer.companion_optimizer.param_groups[0]["params"])
     assert (flat(weights) - flat(companion)).norm() < 0.1 * (flat(companion) - flat(start)).norm()
@@ -166,7 +154,11 @@ def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does()
 
     model = mlp()
     whole = copy.deepcopy(model)
-    train(model, DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, companion=whole), DATA)
+    train(
+        model,
+        DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, companion=whole, companion_fraction=1),
+        DATA,
+    )
     assert_same(whole[0], mlp()[0])
     assert not torch.equal(whole[2].weight, mlp()[2].weight)
 
@@ -190,7 +182,7 @@ def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen: bool) -> N
     """Frozen parameters are the very same; others, which may get gradients of the script's, share their memory."""
     model = mlp()
     model[0].requires_grad_(not frozen)
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=0.0)
+    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=0.0, companion_fraction=1)
     alone = copy.deepcopy(model)
     base = torch.optim.SGD(alone[2].parameters(), lr=0.1)
     for batch in DATA:
@@ -242,6 +234,126 @@ def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place: bool
     optimizer.detach()
 
 
+class Statistics(nn.Module):
+    """Keeps a running mean in a frozen parameter, and writes to its data, which torch does not count."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.net, self.rate = mlp(), rate
+        self.mean = nn.Parameter(torch.zeros(FEATURES, dtype=torch.float64), requires_grad=False)
+        self.table = nn.Parameter(torch.tensor([torch.nan, -torch.inf]), requires_grad=False)
+        self.codes = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.lerp_(x.mean(0), self.rate)
+        return self.net(x - self.mean)
+
+
+def test_frozen_parameters_whose_data_the_forward_writes_to_are_refused() -> None:
+    """The companion would write to them a second time. With a rate of 0 nothing changes."""
+    model = Statistics(0.1)
+    optimizer = wrap(model)
+    with pytest.raises(RuntimeError, match=r"writes to the model's own tensors.*, or pass companion="):
+        model(one()[0])
+    optimizer.detach()
+    still = Statistics(0.0)
+    train(still, wrap(still), DATA)
+    alone, given = Statistics(0.1), Statistics(0.1)
+    train(alone, sgd(alone), DATA)
+    train(given, wrap(given, weight=0.0, companion=copy.deepcopy(given)), DATA)
+    assert_same(given.net, alone.net)
+
+
+# ---- what a forward pass leaves outside of its output ----------------------------------------------------------------
+
+REGISTRY: list[Tensor] = []
+
+
+class Regular(nn.Module):
+    """Puts a term of the loss into a list that is no part of the model."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.net, self.of = mlp(), of
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[:2](x)
+        REGISTRY.append(self.net[0].weight.abs().mean() if self.of == "weights" else hidden.square().mean())
+        return self.net[2:](hidden)
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("way", ["line", "term"])
+@pytest.mark.parametrize("of", ["weights", "activations"])
+def test_a_term_that_a_list_outside_of_the_model_has_twice_is_an_error_that_names_it(of: str, way: str) -> None:
+    model = Regular(of)
+    optimizer = wrap(model, weight=0.0)
+    (x, y) = one()
+    z = model(x)
+    loss = F.cross_entropy(z, y) + 0.1 * sum(REGISTRY)
+    REGISTRY.clear()
+    if way == "term":
+        loss = loss + optimizer.penalty(z)
+    with pytest.raises(RuntimeError, match=r"gradients to the companion: .*global variable.*\n  Fix: return them"):
+        loss.backward()
+    optimizer.detach()
+
+
+def test_a_given_companion_begins_without_the_gradients_of_the_script() -> None:
+    found = []
+    for has_gradients in (True, False):
+        model, companion = mlp(), mlp(1)
+        if has_gradients:
+            F.cross_entropy(companion(one()[0]), one()[1]).backward()
+        optimizer = wrap(model, companion=companion)
+        train(model, optimizer, DATA)
+        found.append(optimizer)
+    assert_same_networks(*found)
+
+
+class Keeping(nn.Module):
+    """Appends its hidden values to a list, which the script empties."""
+
+    def __init__(self, reads: bool = False) -> None:
+        super().__init__()
+        self.net, self.reads = mlp(), reads
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.net[:2](x)
+        self.kept.append(hidden)
+        read = self.kept if self.reads else [hidden]
+        return self.net[2:](hidden) + 0.1 * sum(map(torch.mean, read))
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces: bool) -> None:
+    model = Keeping()
+    optimizer = wrap(model)
+    for x, y in batches(6):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if replaces:
+            model.kept = []
+        else:
+            model.kept.clear()
+            assert len(optimizer.companion.kept) == 1
+    assert len(optimizer.companion.kept) <= 2
+
+
+def test_a_list_that_the_script_empties_is_empty_for_the_companion_too() -> None:
+    found = []
+    for reads in (True, False):
+        model = Keeping(reads)
+        optimizer = wrap(model)
+        for batch in DATA:
+            train(model, optimizer, [batch])
+            model.kept.clear()
+        found.append(optimizer.companion)
+    assert_same(*found)
+
+
 def test_a_model_whose_parameters_are_another_list_trains() -> None:
     class Listed(nn.Linear):
         """As a MAML script: ``parameters`` gives those of the inner loop, as a list."""
@@ -251,6 +363,6 @@ def test_a_model_whose_parameters_are_another_list_trains() -> None:
 
     model = Listed(FEATURES, CLASSES).double()
     model.bias.requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion_fraction=1)
     train(model, optimizer, batches(3))
     assert optimizer.logs()["penalty"] > 0

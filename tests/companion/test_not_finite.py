@@ -21,7 +21,9 @@ COPIED = "weights are not finite.*it is copied from the model again"
 
 
 def wrap(model: nn.Module, base: Any = torch.optim.AdamW, **options: Any) -> DCLOptimizer:
-    return DCLOptimizer(base(model.parameters(), lr=1e-2), model, **{"weight": 0.7, "alpha": 0.4} | options)
+    return DCLOptimizer(
+        base(model.parameters(), lr=1e-2), model, **{"weight": 0.7, "alpha": 0.4} | options, companion_fraction=1
+    )
 
 
 def is_finite(model: nn.Module) -> bool:

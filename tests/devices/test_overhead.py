@@ -32,49 +32,34 @@ from tests.helpers import (
     sgd,
     two_processes,
 )
+from tests.reference import train, train_by_closures
 
 
 def dcl(model: nn.Module, **options: Any) -> DCLOptimizer:
-    return DCLOptimizer(sgd(model), model, **{"weight": 1.0} | options)
+    return DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
 
 
 def dcp(model: nn.Module, **options: Any) -> DCPOptimizer:
     return DCPOptimizer(sgd(model), model, **{"weight": 1.0, "alpha": 0.6, "num_classes": CLASSES} | options)
 
 
-def loss_of(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(optimizer.model(x), y)
-
-
 def plain(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(optimizer, x, y).backward()
-    optimizer.step()
+    train(optimizer, [(x, y)], "line", F.cross_entropy)
 
 
 def closed(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(optimizer, x, y)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
+    train_by_closures(optimizer, [(x, y)], F.cross_entropy, "line")
 
 
 def accumulated(optimizer: Any, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     for part, labels in zip(x.chunk(2), y.chunk(2), strict=True):
-        (loss_of(optimizer, part, labels) / 2).backward()
+        (F.cross_entropy(optimizer.model(part), labels) / 2).backward()
     optimizer.step()
 
 
 def by_term(optimizer: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    z = optimizer.model(x)
-    penalty = optimizer.penalty(z, y) if isinstance(optimizer, DCPOptimizer) else optimizer.penalty(z)
-    (F.cross_entropy(z, y) + penalty).backward()
-    optimizer.step()
+    train(optimizer, [(x, y)], "term", F.cross_entropy)
 
 
 LOOPS = {"plain": plain, "closure": closed, "accumulation": accumulated, "term": by_term}
@@ -109,13 +94,13 @@ def frozen(layers: int) -> Deep:
 
 def head_only(layers: int) -> DCLOptimizer:
     model = frozen(layers)
-    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, weight=1.0)
+    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
 
 
 def in_groups(layers: int) -> DCLOptimizer:
     model = Deep(layers)
     groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.01}]
-    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0)
+    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0, companion_fraction=1)
 
 
 SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {
@@ -180,16 +165,6 @@ class Small(nn.Sequential):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(nn.Linear(FEATURES, 12, dtype=dtype), nn.BatchNorm1d(12, dtype=dtype), nn.ReLU())
         self.append(nn.Linear(12, CLASSES, dtype=dtype))
-
-
-def test_a_companion_on_the_meta_device_is_asked_for_no_value(monkeypatch):
-    """Which has none; test_kernels counts the waits for a device that has some."""
-    monkeypatch.setattr(torch, "autocast", lambda *arguments, **options: nullcontext())  # which does not know it
-    monkeypatch.setattr("dcl_optim.pytorch.synchronization.is_sync_step", lambda step: False)
-    with torch.device("meta"):
-        optimizer = dcl(Small())
-        for _ in range(2):
-            by_term(optimizer, torch.randn(16, FEATURES), torch.randint(CLASSES, (16,)))
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from examples import distillation, fine_tuning, segmentation, semi_supervised, text
+from examples import class_incremental, distillation, fine_tuning, segmentation, semi_supervised, text
 
 TRAININGS = {
     "segmentation": (partial(segmentation.train, count=40, epochs=15), 11),
@@ -24,3 +24,13 @@ def test_it_learns_and_the_penalty_changes_what(name: str) -> None:
     assert plain == train(0, seed=0)
     assert plain > 1.5 * 100 / classes
     assert plain != penalized
+
+
+@pytest.mark.filterwarnings("ignore:the companion's logits are masked")
+@pytest.mark.parametrize("head", class_incremental.HEADS)
+def test_class_incremental_training_learns_all_tasks_and_all_masks_are_alike(head: str) -> None:
+    accuracies = [class_incremental.train(head, method, seed=0, epochs=3) for method in class_incremental.METHODS]
+    assert min(accuracies) > 60  # the last two of five tasks alone are 40
+    if head != "grows":
+        expected = [class_incremental.train("-inf", method, seed=0, epochs=3) for method in class_incremental.METHODS]
+        assert accuracies == pytest.approx(expected, abs=1e-4)

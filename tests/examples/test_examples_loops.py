@@ -19,8 +19,6 @@ from tests.helpers import assert_same, on_two_ranks
 ROOT = Path(__file__).parents[2]
 
 
-# What a run may be off by, relative to the way that it went, in units of the dtype's rounding: torch's float16 products
-# on the CPU bring the plain script to 10 of them, and both methods to no more. Leaving the method out is over 100.
 def execute(*command: object) -> str:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     arguments = [sys.executable, *map(str, command)]

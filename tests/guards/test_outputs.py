@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,13 +37,33 @@ def test_dcl_says_so_in_the_forward_pass_and_goes_on_in_evaluation_mode(chosen: 
     wrapped.detach()
 
 
+def test_logits_that_the_companion_replaces_are_an_error_before_the_loss() -> None:
+    """Which would be the companion's, and the model not trained: of an object only the outer one is copied."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, batch: Any) -> Any:
+            batch.inner.scores = self.net(batch.inner.x)
+            return batch
+
+    model, batch = Inner(), SimpleNamespace(inner=SimpleNamespace(x=one()[0]))
+    optimizer = wrap("dcl", model, logits=lambda output: output.inner.scores)
+    with pytest.raises(RuntimeError, match=r"an object inside of its input.*\n  Fix: return a new object"):
+        model(batch)
+    optimizer.detach()
+
+
 def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_names_its_keys() -> None:
     (x, y), model = one(), Returning(lambda z: {"scores": z})
     optimizer = wrap("dcp", model)
     F.cross_entropy(model(x)["scores"], y).backward()
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"(?s)keys 'scores'.*logits=.*optimizer\.penalty\("):
+    with pytest.raises(RuntimeError, match=r"(?s)keys 'scores'.*logits=.*optimizer\.penalty\(") as caught:
         optimizer.step()
+    assert str(caught.value).count("Fix:") == 1
     assert_same([*model.parameters()], before)
 
 

@@ -30,7 +30,7 @@ METHODS = ("dcl", "dcp")
 def wrap(method: str, base: Optimizer, model: nn.Module, **settings: Any) -> Any:
     """The line that is new in a script; without it the method is "plain"."""
     if method == "dcl":
-        return DCLOptimizer(base, model, **{"weight": 1.0} | settings)
+        return DCLOptimizer(base, model, **{"weight": 1.0} | settings, companion_fraction=1)
     if method == "dcp":
         return DCPOptimizer(base, model, **{"weight": 1.0, "alpha": 0.6} | settings)
     return base

@@ -36,7 +36,7 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
 class Prototypes:
-    """DCP as docs/dcp-in-60-lines.md has it, with the sums over the ranks."""
+    """DCP as dcl_optim/reference.py has it, with the sums over the ranks."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(CLASSES, CLASSES)
@@ -165,7 +165,7 @@ def warnings_of(**options: Any) -> list[str]:
 def companion(stage: int, dtype: str, way: str) -> Any:
     """Train by DCL, or give the error."""
     try:
-        run = Run(stage, dtype, way, method=DCLOptimizer, alpha=0.9).train()
+        run = Run(stage, dtype, way, method=DCLOptimizer, alpha=0.9, companion_fraction=1).train()
     except ValueError as error:
         return str(error)
     return {"weights": run.weights(), "companion": run.optimizer.companion.state_dict()}

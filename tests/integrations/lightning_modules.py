@@ -75,7 +75,7 @@ class CallsItself(Classifier):
 
     def configure_optimizers(self) -> DCLOptimizer:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        return DCLOptimizer(optimizer, self if self.wrapped == "self" else self.net, weight=1.0)
+        return DCLOptimizer(optimizer, self if self.wrapped == "self" else self.net, weight=1.0, companion_fraction=1)
 
 
 class Validated(Classifier):

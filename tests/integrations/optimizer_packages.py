@@ -19,7 +19,6 @@ DCLOptimizer beside a loop that is written out, in float64 if it can. It is
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import importlib.metadata
 import inspect
@@ -32,13 +31,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from dcl_optim.distances import mse
 from tests.helpers import batches, mlp, train
-from tests.reference import dcl_step
+from tests.reference import train_by_hand
 
 STEPS = 14
 SECONDS = 120  # for one optimizer
@@ -134,12 +131,8 @@ def by_hand(make: Make, dtype: torch.dtype, factor: float = 1.0, seed: int = 7) 
     model = network(dtype)
     for parameter in model.parameters():
         parameter.data *= factor
-    companion = copy.deepcopy(model)
     torch.manual_seed(seed)
-    base, second = (in_training_mode(make(one)) for one in (model, companion))
-    for x, y in batches(STEPS, dtype=dtype):
-        dcl_step(model, companion, base, second, x, y, F.cross_entropy, mse, **SETTINGS)
-    return model, companion
+    return train_by_hand(model, lambda one: in_training_mode(make(one)), batches(STEPS, dtype=dtype), **SETTINGS)
 
 
 def spread(make: Make, dtype: torch.dtype) -> float:
@@ -190,7 +183,9 @@ def of_companion(make: Make) -> Iterator[tuple[str, str]]:
         raise
     except Exception:  # as kernels for float32 alone
         dtype = torch.float32
-    weights, optimizer = trained(make, lambda base, model: DCLOptimizer(base, model, **SETTINGS), dtype)
+    weights, optimizer = trained(
+        make, lambda base, model: DCLOptimizer(base, model, **SETTINGS, companion_fraction=1), dtype
+    )
     companion = [parameter.detach() for parameter in optimizer.companion.parameters()]
     hand, second = ([parameter.detach() for parameter in one.parameters()] for one in by_hand(make, dtype))
     differences = (distance(weights, hand), distance(companion, second))

@@ -188,7 +188,7 @@ def test_the_companions_backward_is_outside_of_the_scripts_autocast():
         with torch.no_grad():
             for parameter in companion.parameters():
                 parameter.mul_(0.9)
-        optimizer = DCLOptimizer(adamw(network), network, companion=companion)
+        optimizer = DCLOptimizer(adamw(network), network, companion=companion, companion_fraction=1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             z = network(x)
         loss = nn.functional.cross_entropy(z, y)

@@ -110,7 +110,7 @@ def test_a_companion_needs_stage_0_in_float32(way: str, found: Any) -> None:
     model = mlp(dtype=torch.float32)
     weights, biases = ([p for p in model.parameters() if (p.ndim < 2) is is_bias] for is_bias in (False, True))
     base = torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": biases}], lr=0.2, momentum=0.9)
-    optimizer = DCLOptimizer(base, model, weight=0.5, alpha=0.9)
+    optimizer = DCLOptimizer(base, model, weight=0.5, alpha=0.9, companion_fraction=1)
     for x, y in batches(STEPS, dtype=torch.float32):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

@@ -128,7 +128,9 @@ def test_agreement():
         for module, weight in ((model, 0.0), (companion, 1.0)):
             module.weight.zero_()[1, 0] = weight
             module.bias.copy_(torch.tensor([0.5, 0.0, 0.0]))
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion=companion)
+    optimizer = DCLOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, companion=companion, companion_fraction=1
+    )
     validation = [(torch.tensor([[0.0, 0.0], [0.2, 0.0]]), None), (torch.tensor([[0.4, 0.0], [0.6, 0.0]]), None)]
     names = {"torch": torch, "model": model, "optimizer": optimizer, "validation": validation}
     exec(block("DCL: agreement with the companion"), names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +15,8 @@ from pytorch_optimizer.base.exception import NoClosureError
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.distances import mse
-from tests.helpers import assert_same, batches, cells, mlp, train
-from tests.reference import dcl_step
+from tests.helpers import assert_same, batches, cells, mlp, sgd, through_a_file, train
+from tests.reference import train_by_hand
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
 
@@ -97,44 +96,33 @@ def assert_trained_alike(first: tuple[nn.Module, Any], second: tuple[nn.Module, 
 def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) -> None:
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     base = in_training_mode(build(name, plain))
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.0))
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.0, companion_fraction=1))
     assert_trained_alike((plain, base), (model, optimizer), steps=12)
     assert is_moved(plain)
 
 
 @pytest.mark.parametrize("name", cells(REPRODUCIBLE, *(name for name in REPRESENTATIVES if name in REPRODUCIBLE)))
 def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> None:
-    by_hand, model = mlp(), mlp()
-    companion = copy.deepcopy(by_hand)
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS))
-    base, companions = (in_training_mode(build(name, network)) for network in (by_hand, companion))
-    for x, y in batches(STEPS.get(name, 14)):
-        dcl_step(by_hand, companion, base, companions, x, y, F.cross_entropy, mse, **SETTINGS)
-    train(model, optimizer, batches(STEPS.get(name, 14)))
-    assert_same(by_hand, model, atol=1e-9)
-    assert_same(companion, optimizer.companion, atol=1e-9)
+    model, data = mlp(), list(batches(STEPS.get(name, 14)))
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS, companion_fraction=1))
+    hand = train_by_hand(mlp(), lambda network: in_training_mode(build(name, network)), data, **SETTINGS)
+    train(model, optimizer, data)
+    assert_same(hand, (model, optimizer.companion), atol=1e-9)
     assert is_moved(optimizer.companion)
-
-
-def halfway(model: nn.Module, optimizer: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
-    torch.save(state, file)
-    file.seek(0)
-    return file
 
 
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     model, data = mlp(dtype=torch.float32), list(batches(STEPS.get(name, 14), dtype=torch.float32))
     resumed = copy.deepcopy(model)
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS))
+    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS, companion_fraction=1))
     torch.manual_seed(7)
     train(model, optimizer, data[:8])
-    state = torch.load(halfway(model, optimizer), weights_only=name not in STATE_OF_OTHER_TYPES)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+    state = through_a_file(state, weights_only=name not in STATE_OF_OTHER_TYPES)
     train(model, optimizer, data[8:])
 
-    second = DCLOptimizer(build(name, resumed), resumed, **SETTINGS)
+    second = DCLOptimizer(build(name, resumed), resumed, **SETTINGS, companion_fraction=1)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"])
@@ -151,7 +139,7 @@ def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companio
     """Its copy would throw the companion away: a copy of the model begins with a zero."""
     plain, model = mlp(), mlp()
     second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
-    optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second, weight=0.0)
+    optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second, weight=0.0, companion_fraction=1)
     train(plain, build(name, plain), batches(25))
     train(model, optimizer, batches(25))
     assert_same(plain, model)
@@ -159,15 +147,11 @@ def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companio
 
 
 def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_from_that() -> None:
-    by_hand, model = mlp(), mlp()
-    companion = copy.deepcopy(by_hand)
-    optimizer = DCLOptimizer(pytorch_optimizer.AdamMini(model, lr=0.01), model, **SETTINGS)
-    base, companions = (pytorch_optimizer.AdamMini(network, lr=0.01) for network in (by_hand, companion))
-    for x, y in batches(14):
-        dcl_step(by_hand, companion, base, companions, x, y, F.cross_entropy, mse, **SETTINGS)
+    model, make = mlp(), partial(pytorch_optimizer.AdamMini, lr=0.01)
+    optimizer = DCLOptimizer(make(model), model, **SETTINGS, companion_fraction=1)
     train(model, optimizer, batches(14))
-    assert_same(by_hand, model, atol=1e-9)
-    assert_same(companion, optimizer.companion, atol=1e-9)
+    hand = train_by_hand(mlp(), make, batches(14), **SETTINGS)
+    assert_same(hand, (model, optimizer.companion), atol=1e-9)
     assert is_moved(optimizer.companion)
 
 
@@ -181,14 +165,16 @@ def step_with_its_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Te
 def test_a_base_that_steps_with_a_closure_only_is_refused_and_works_beside_another_companion_optimizer() -> None:
     refused, plain, model = mlp(), mlp(), mlp()
     base, wrapped = (pytorch_optimizer.AliG(network.parameters(), max_lr=0.1) for network in (plain, model))
-    optimizer = DCLOptimizer(pytorch_optimizer.AliG(refused.parameters(), max_lr=0.1), refused, weight=1.0)
+    optimizer = DCLOptimizer(
+        pytorch_optimizer.AliG(refused.parameters(), max_lr=0.1), refused, weight=1.0, companion_fraction=1
+    )
     step_with_its_loss(refused, optimizer, *next(batches(1)))
     with pytest.raises(NoClosureError, match=r"AliG requires closure") as caught:
         step_with_its_loss(refused, optimizer, *next(batches(1)))
     if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
         assert "pass companion_optimizer=" in caught.value.__notes__[0]
     second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
-    optimizer = DCLOptimizer(wrapped, model, weight=0.0, companion_optimizer=second)
+    optimizer = DCLOptimizer(wrapped, model, weight=0.0, companion_optimizer=second, companion_fraction=1)
     for x, y in batches(3):
         step_with_its_loss(plain, base, x, y)
         step_with_its_loss(model, optimizer, x, y)
@@ -215,29 +201,28 @@ def test_a_wrapper_of_an_optimizer_trains_both_networks(name: str, way: str) -> 
     def make(weights: Any) -> torch.optim.Optimizer:
         return WRAPPERS[name](torch.optim.SGD(weights, lr=0.1))
 
-    by_hand, model = mlp(), mlp()
-    companion = copy.deepcopy(by_hand)
+    model, data = mlp(), list(batches(14))  # past the slow weights' first two updates
     optimizer = DCLOptimizer(
-        make(model.parameters()), model, weight=0.3, companion_optimizer=None if way == "copied" else make
+        make(model.parameters()),
+        model,
+        weight=0.3,
+        companion_optimizer=None if way == "copied" else make,
+        companion_fraction=1,
     )
-    base, second = make(by_hand.parameters()), make(companion.parameters())
-    for x, y in batches(14):  # past the slow weights' first two updates
-        dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
-    train(model, optimizer, batches(14))
-    assert_same(by_hand, model, atol=1e-9)
-    assert_same(companion, optimizer.companion, atol=1e-9)
+    train(model, optimizer, data)
+    hand = train_by_hand(mlp(), lambda network: make(network.parameters()), data, weight=0.3)
+    assert_same(hand, (model, optimizer.companion), atol=1e-9)
 
 
 @pytest.mark.parametrize("lookahead", [timm.optim.Lookahead, pytorch_optimizer.Lookahead])
 def test_lookahead_may_wrap_the_dcl_optimizer(lookahead: Any) -> None:
-    by_hand, model = mlp(), mlp()
-    companion = copy.deepcopy(by_hand)
-    sgd = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
-    second = torch.optim.SGD(companion.parameters(), lr=0.1, momentum=0.9)
-    base = lookahead(sgd, k=3)
-    inner = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, weight=0.3)
-    for x, y in batches(7):
-        dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=0.3)
+    theirs, model = mlp(), mlp()
+    inner = DCLOptimizer(sgd(model), model, weight=0.3, companion_fraction=1)
     train(model, lookahead(inner, k=3), batches(7))
-    assert_same(by_hand, model, atol=1e-12)
-    assert_same(companion, inner.companion, atol=1e-12)
+    hand = train_by_hand(
+        theirs,
+        lambda network: lookahead(sgd(network), k=3) if network is theirs else sgd(network),
+        batches(7),
+        weight=0.3,
+    )
+    assert_same(hand, (model, inner.companion), atol=1e-12)

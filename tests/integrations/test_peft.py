@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -21,11 +19,10 @@ from peft import (
 from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
-from dcl_optim.distances import mse
-from tests.helpers import assert_same
+from tests.helpers import assert_same, train
 from tests.integrations.huggingface import sentences, text_classifier
 from tests.integrations.trainer_by_hand import QUIET, sgd
-from tests.reference import dcl_step
+from tests.reference import train_by_hand
 
 pytestmark = pytest.mark.filterwarnings(*QUIET)
 WEIGHT = 5.0
@@ -68,14 +65,6 @@ def data(steps: int = 5, size: int = 8):
         yield torch.stack([row["input_ids"][:8] for row in part]), torch.stack([row["labels"] for row in part])
 
 
-def fit(net, optimizer, batches) -> None:
-    net.train()
-    for words, labels in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(net(words), labels).backward()
-        optimizer.step()
-
-
 def assert_frozen_is_shared(model: nn.Module, companion: nn.Module) -> None:
     for (name, theirs), ours in zip(model.named_parameters(), companion.parameters(), strict=True):
         assert (ours.data_ptr() == theirs.data_ptr()) == (not theirs.requires_grad), name
@@ -83,38 +72,36 @@ def assert_frozen_is_shared(model: nn.Module, companion: nn.Module) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
-    net, by_hand, plain = (Logits(adapted(method)) for _ in range(3))
+    net, theirs, plain = (Logits(adapted(method)) for _ in range(3))
     frozen = {name: p.detach().clone() for name, p in net.named_parameters() if not p.requires_grad}
-    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT)
-    second = copy.deepcopy(by_hand).train()
-    bases = sgd(by_hand.train()), sgd(second)
+    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT, companion_fraction=1)
     torch.manual_seed(7)
-    fit(net, optimizer, data())
+    train(net.train(), optimizer, data())
     torch.manual_seed(7)
-    for words, labels in data():
-        dcl_step(by_hand, second, *bases, words, labels, F.cross_entropy, mse, weight=WEIGHT)
-    for ours, theirs in ((net, by_hand), (optimizer.companion, second)):
-        assert_same(dict(ours.named_parameters()), dict(theirs.named_parameters()), **CLOSE)
+    for ours, hand in zip(
+        (net, optimizer.companion), train_by_hand(theirs.train(), sgd, data(), weight=WEIGHT), strict=True
+    ):
+        assert_same(dict(ours.named_parameters()), dict(hand.named_parameters()), **CLOSE)
     assert_frozen_is_shared(net, optimizer.companion)
     assert_same({name: p for name, p in net.named_parameters() if name in frozen}, frozen)
     torch.manual_seed(7)
-    fit(plain, sgd(plain), data())
+    train(plain.train(), sgd(plain), data())
     assert max((a - b).abs().max() for a, b in zip(plain.parameters(), net.parameters(), strict=True)) > 1e-5
 
 
 def test_after_a_change_of_adapters_the_model_is_wrapped_again():
     """Which adapter is active is not in the weights: a companion of before would go on with the old one."""
     model, net = (m := adapted("DoRA")), Logits(m)
-    optimizer = DCLOptimizer(sgd(net), net, weight=1.0)
-    fit(net, optimizer, data(2))
+    optimizer = DCLOptimizer(sgd(net), net, weight=1.0, companion_fraction=1)
+    train(net.train(), optimizer, data(2))
     first = {name: p.detach().clone() for name, p in model.named_parameters() if ".default." in name}
     torch.manual_seed(5)
     model.add_adapter("second", LoraConfig(r=2, init_lora_weights=False, **PLACES))
     model.set_adapter("second")
-    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT)
-    fit(net, optimizer, data(1))
+    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT, companion_fraction=1)
+    train(net.train(), optimizer, data(1))
     assert optimizer.logs()["penalty"] == 0.0
-    fit(net, optimizer, data(3))
+    train(net.train(), optimizer, data(3))
     assert optimizer.logs()["penalty"] > 0.0
     assert_same({name: p for name, p in model.named_parameters() if name in first}, first)
     assert_frozen_is_shared(net, optimizer.companion)

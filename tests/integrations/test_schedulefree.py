@@ -46,7 +46,7 @@ def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name
     hand, model = network(), network()
     companion = copy.deepcopy(hand)
     base, second = make(name, hand.parameters()), make(name, companion.parameters())
-    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT)
+    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT, companion_fraction=1)
     for part, lr in ((list(batches(18))[:9], None), (list(batches(18))[9:], 0.05)):
         for each in (base, second, optimizer):
             each.param_groups[0]["lr"] = each.param_groups[0]["lr"] if lr is None else lr
@@ -66,7 +66,7 @@ def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name
 @PER_NAME
 def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
     model, resumed, data = mlp(), mlp(seed=5), list(batches(8))
-    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT)
+    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT, companion_fraction=1)
     optimizer.train()
     train(model, optimizer, data[:4])
     optimizer.eval()
@@ -74,7 +74,7 @@ def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_b
     optimizer.train()
     train(model, optimizer, data[4:])
 
-    second = DCLOptimizer(make(name, resumed.parameters()), resumed, weight=WEIGHT)
+    second = DCLOptimizer(make(name, resumed.parameters()), resumed, weight=WEIGHT, companion_fraction=1)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     second.train()
@@ -105,7 +105,7 @@ def test_schedulefrees_wrapper_is_no_optimizer_and_is_refused(wrapper: Any) -> N
     model = mlp()
     base = wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer instance, got ScheduleFreeWrapper"):
-        DCLOptimizer(base, model, weight=1.0)
+        DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
 
 
 CLOSURES = {
@@ -120,7 +120,7 @@ def test_a_variant_that_steps_with_a_closure_only_regularizes_the_gradient_at_y_
     kind, lr = CLOSURES[name]
     hand, model = mlp(), mlp()
     with pytest.raises(ValueError, match=r"steps with a closure only.*pass\s+companion_optimizer="):
-        DCLOptimizer(kind(model.parameters()), model, weight=1.0)
+        DCLOptimizer(kind(model.parameters()), model, weight=1.0, companion_fraction=1)
     second = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizer = wrap("dcl", model, kind(model.parameters(), lr=lr), companion_optimizer=second)
     written_out = by_hand("dcl", hand, kind(hand.parameters(), lr=lr))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,11 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import assert_same, cells
+from tests.helpers import assert_same, cells, train
 from tests.integrations.timm_models import CLASSES, MODELS, VIT, adamw, create, images
-from tests.reference import CLOSE, EACH, assert_same_training, by_hand, dcl_step, end, term_of, wrap
+from tests.reference import CLOSE, EACH, assert_same_training, by_hand, dcl_step, end, term_of, train_by_hand, wrap
 
 WEIGHT = 0.3
-
-
-def fit(model: nn.Module, optimizer: Any, data: Iterable[tuple[Tensor, Tensor]]) -> None:
-    for x, y in data:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -43,47 +35,13 @@ def fit(model: nn.Module, optimizer: Any, data: Iterable[tuple[Tensor, Tensor]])
 
 @pytest.mark.parametrize("name", cells(MODELS, VIT, "mobilenetv3_small_050"))  # layer norm, and batch norm
 def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name: str) -> None:
-    by_hand, model = create(name), create(name)
-    companion = copy.deepcopy(by_hand)
-    base, second = adamw(by_hand), adamw(companion)
-    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT)
+    theirs, model = create(name), create(name)
+    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT, companion_fraction=1)
     torch.manual_seed(5)
-    for x, y in images(3):
-        dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
+    hand = train_by_hand(theirs, adamw, images(3), weight=WEIGHT)
     torch.manual_seed(5)
-    fit(model, optimizer, images(3))
-    assert_same(by_hand, model, atol=1e-8)
-    assert_same(companion, optimizer.companion, atol=1e-8)
-
-
-class OnFeatures(nn.Module):
-    """A head on the last feature map, which timm collects by hooks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = timm.create_model("test_efficientnet", features_only=True, feature_cls="hook")
-        self.head = nn.Linear(self.body.feature_info.channels()[-1], 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x)[-1].mean((2, 3)))
-
-
-def test_a_model_that_collects_features_by_hooks_needs_a_second_one_as_its_companion() -> None:
-    """A copy has no hooks of timm's."""
-    torch.manual_seed(0)
-    model, second = OnFeatures(), OnFeatures()
-    x, y = torch.randn(4, 3, 64, 64), torch.tensor([0, 1, 2, 0])
-    refused = DCLOptimizer(adamw(model), model, weight=1.0)
-    with pytest.raises(IndexError):
-        model(x)
-    refused.detach()
-    second.load_state_dict(model.state_dict())
-    optimizer = DCLOptimizer(adamw(model), model, weight=1.0, companion=second)
-    penalties = []
-    for _ in range(2):
-        fit(model, optimizer, [(x, y)])
-        penalties.append(optimizer.logs()["penalty"])
-    assert penalties[0] == 0.0 < penalties[1]
+    train(model, optimizer, images(3))
+    assert_same(hand, (model, optimizer.companion), atol=1e-8)
 
 
 # ---- optimizer factory and scheduler ---------------------------------------------------------------------------------
@@ -99,11 +57,11 @@ def test_timms_scheduler_drives_both_networks_through_layer_decay() -> None:
     by_hand, model = create(drop_path_rate=0.0, patch_drop_rate=0.0), create(drop_path_rate=0.0, patch_drop_rate=0.0)
     companion = copy.deepcopy(by_hand)
     base, second = adamw(by_hand), adamw(companion)
-    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT)
+    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT, companion_fraction=1)
     first, other, ours = (cosine(each) for each in (base, second, optimizer))
     for update, (x, y) in enumerate(images(6), start=1):
         dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
-        fit(model, optimizer, [(x, y)])
+        train(model, optimizer, [(x, y)])
         for scheduler in (first, other, ours):
             scheduler.step_update(num_updates=update)
         rates = [[group["lr"] for group in each.param_groups] for each in (base, optimizer)]
@@ -187,7 +145,10 @@ def run(model: nn.Module, optimizer: Any, scaler: Any, data: list[tuple[Tensor, 
 
 def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     model, data = create("mobilenetv3_small_050").float(), list(images(5))
-    optimizer, scaler = DCLOptimizer(adamw(model), model, weight=1.0), timm.utils.NativeScaler("cpu")
+    optimizer, scaler = (
+        DCLOptimizer(adamw(model), model, weight=1.0, companion_fraction=1),
+        timm.utils.NativeScaler("cpu"),
+    )
     ema = timm.utils.ModelEmaV3(model, decay=0.9)
     saver = timm.utils.CheckpointSaver(model, optimizer, model_ema=ema, amp_scaler=scaler, checkpoint_dir=str(tmp_path))
     torch.manual_seed(5)
@@ -197,7 +158,10 @@ def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
     run(model, optimizer, scaler, data[3:])
 
     resumed = create("mobilenetv3_small_050", seed=9).float()
-    second, its_scaler = DCLOptimizer(adamw(resumed), resumed, weight=1.0), timm.utils.NativeScaler("cpu")
+    second, its_scaler = (
+        DCLOptimizer(adamw(resumed), resumed, weight=1.0, companion_fraction=1),
+        timm.utils.NativeScaler("cpu"),
+    )
     path = str(tmp_path / "last.pth.tar")
     assert timm.models.resume_checkpoint(resumed, path, second, its_scaler, log_info=False) == 1
     torch.manual_seed(6)

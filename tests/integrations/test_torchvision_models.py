@@ -16,8 +16,8 @@ from torchvision.models import segmentation, video
 from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.layout import to_rows
-from tests.helpers import assert_same, cells
-from tests.reference import dcl_step
+from tests.helpers import assert_same, cells, train
+from tests.reference import train_by_hand
 
 CLASSES, WEIGHT, IGNORED = 4, 0.7, 255
 PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -58,20 +58,13 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("name", cells(PLAIN, "mobilenet_v3_small", "vit", "swin"))  # batch norm, dropout, random depth
 def test_a_classifier_trains_as_the_algorithm_written_out(name: str) -> None:
     make, shape = PLAIN[name]
-    by_hand, model = build(make), build(make)
-    companion = copy.deepcopy(by_hand)
-    base, second = sgd(by_hand.parameters()), sgd(companion.parameters())
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT)
+    theirs, model = build(make), build(make)
+    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, companion_fraction=1)
     torch.manual_seed(5)
-    for x, y in batches(2, shape):
-        dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
+    hand = train_by_hand(theirs, lambda network: sgd(network.parameters()), batches(2, shape), weight=WEIGHT)
     torch.manual_seed(5)
-    for x, y in batches(2, shape):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    assert_same(by_hand, model, atol=1e-9)
-    assert_same(companion, optimizer.companion, atol=1e-9)
+    train(model, optimizer, batches(2, shape))
+    assert_same(hand, (model, optimizer.companion), atol=1e-9)
 
 
 # ---- auxiliary outputs -----------------------------------------------------------------------------------------------
@@ -134,7 +127,9 @@ def test_the_penalty_is_on_the_main_logits_only(name: str) -> None:
         for parameter in other.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     second = copy.deepcopy(other)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, alpha=0.6, companion=other)
+    optimizer = DCLOptimizer(
+        sgd(model.parameters()), model, weight=WEIGHT, alpha=0.6, companion=other, companion_fraction=1
+    )
     ((x, y),) = batches(1, shape, size=2, dense=name in ("deeplab", "lraspp"))
     z, c = seeded(by_hand, x), main(seeded(second, x))
     rows, targets = (to_rows(tensor) for tensor in (main(z), c))

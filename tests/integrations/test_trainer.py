@@ -221,7 +221,7 @@ class RegularizedTrainer(Trainer):
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
-            self.optimizer = DCLOptimizer(super().create_optimizer(model), self.model, weight=1.0)
+            self.optimizer = DCLOptimizer(super().create_optimizer(model), self.model, weight=1.0, companion_fraction=1)
         return self.optimizer
 
 
@@ -233,7 +233,11 @@ def test_trainers_own_optimizer_can_be_wrapped_where_it_is_made(tmp_path):
     )
     trainer.train()
     plain = Trainer(expected, arguments(tmp_path, **settings))
-    second = repeat(expected, DCLOptimizer(plain.create_optimizer(), expected, weight=1.0), tape.updates(1, EPOCH))
+    second = repeat(
+        expected,
+        DCLOptimizer(plain.create_optimizer(), expected, weight=1.0, companion_fraction=1),
+        tape.updates(1, EPOCH),
+    )
     assert [group["weight_decay"] for group in second.companion_optimizer.param_groups] == [0.1, 0.0]
     assert_same_run(model, trainer.optimizer.optimizer, expected, second)
 

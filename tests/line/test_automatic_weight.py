@@ -1,22 +1,19 @@
-"""The automatic weight: the rule, the running mean that it follows, and that this mean is a state like any other."""
+"""The automatic weight: the rule, the running mean that it follows, and its state; ranks are in test_prototypes."""
 
 from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import assert_same, on_two_ranks, sgd
+from tests.helpers import assert_same, sgd
 from tests.reference import dcp_step
 
 CLASSES, FEATURES, ROWS = 4, 6, 12
@@ -215,31 +212,8 @@ def test_what_cannot_be_is_refused(options, error, message):
 def test_an_optimizer_that_reads_no_labels_has_no_automatic_weight():
     model = network()
     with pytest.raises(ValueError, match=r"weight=AutoWeight\(.* is not known here; pass a number"):
-        DCLOptimizer(sgd(model), model, weight=AutoWeight())
-    optimizer = DCLOptimizer(sgd(model), model)
+        DCLOptimizer(sgd(model), model, weight=AutoWeight(), companion_fraction=1)
+    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
     with pytest.raises(ValueError, match=r"weight='auto' is not known here; pass a number or a callable of the step"):
         optimizer.weight = "auto"
     assert optimizer.weight == 0.1
-
-
-# ---- two ranks -------------------------------------------------------------------------------------------------------
-
-
-def worker(rank: int, folder: Path) -> None:
-    model = network()
-    optimizer = wrap(model)
-    parallel = DistributedDataParallel(model)
-    for x, y in batches(100):
-        half = torch.argsort(y, stable=True).chunk(2)[rank]
-        step(parallel, optimizer, x[half], y[half])
-    torch.save({"model": model.state_dict(), "fit": fit_of(optimizer)}, folder / f"{rank}.pt")
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-def test_two_ranks_count_as_one_process_on_the_joint_batch(tmp_path):
-    on_two_ranks(worker, tmp_path)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
-    model, optimizer = trained(100)
-    assert_same(first["fit"], fit_of(optimizer))
-    assert_same(first["model"], model.state_dict(), **CLOSE)

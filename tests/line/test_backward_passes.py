@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import (
-    CLASSES,
     FEATURES,
     assert_same,
     backward,
@@ -201,36 +200,6 @@ def test_training_is_the_same_whether_or_not_gradients_were_asked_for_before(bui
         found.append((model.state_dict(), optimizer.state_dict(), optimizer.logs()))
     assert_same(*found)
     assert optimizer.logs()["penalty"] > 0
-
-
-@pytest.mark.parametrize(
-    ("variant", "clears"), [("dcl", "before"), ("dcl", "zeros after"), ("dcp", "after"), ("dcp", "zeros after")]
-)
-def test_gradient_surgery_carries_the_penalty_in_each_gradient(variant, clears):
-    """PCGrad and its like ask for a gradient of each loss, and make of them the one that is stepped."""
-    x, y = one()
-    found = []
-    for asks in (False, True):
-        model = mlp()
-        optimizer = wrap(variant, model)
-        for _ in range(3):
-            if not asks or clears == "before":
-                optimizer.zero_grad()
-            z, parameters = model(x), [*model.parameters()]
-            losses = [2 * F.cross_entropy(z, y), 0.5 * F.cross_entropy(z, (y + 1) % CLASSES)]
-            if asks:
-                gradients = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
-                if clears != "before":
-                    optimizer.zero_grad(set_to_none=clears == "after")
-                for parameter, *parts in zip(parameters, *gradients, strict=True):
-                    parameter.grad = sum(parts)
-            else:
-                for loss in losses:
-                    loss.backward(retain_graph=True)
-            optimizer.step()
-        assert optimizer.logs()["penalty"] > 0
-        found.append((model.state_dict(), optimizer.state_dict()))
-    assert_same(*found, **CLOSE)
 
 
 # ---- gradients that reach no parameter: attacks ----------------------------------------------------------------------

@@ -40,4 +40,4 @@ def test_opacus_is_refused(mode):
     for inner in (private, model):
         for outer in (optimizer, base):
             with pytest.raises(ValueError, match="opacus"):
-                DCLOptimizer(outer, inner)
+                DCLOptimizer(outer, inner, companion_fraction=1)

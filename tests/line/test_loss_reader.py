@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 import weakref
@@ -22,8 +23,9 @@ from dcl_optim.loss.reader import Form, LossReader, Unread
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch import synchronization
 from tests.adversary.fitting import Training, run
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, mlp, one, sgd, train, training_forwards
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, training_forwards
 from tests.reference import VARIANTS, learned, wrap
+from tests.reference import train as train_by
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 
@@ -138,50 +140,6 @@ def test_what_is_read_is_what_the_loss_means(name):
     assert line.logs() == pytest.approx(term.logs(), rel=10 * tolerance)
 
 
-@pytest.mark.parametrize(
-    ("classes", "smoothing", "steps"),
-    cells([(k, *run) for k in (2, 5, 10) for run in ((0.0, 400), (0.1, 140))], (2, 0.1, 140), (10, 0.0, 400)),
-)
-def test_labels_are_read_from_the_first_step_until_the_data_are_known_by_heart(classes, smoothing, steps):
-    """With smoothed labels until the gradient is all rounding, where they are not read."""
-    torch.manual_seed(0)
-    x, y = torch.randn(24, FEATURES), torch.randint(classes, (24,))
-    model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, classes))
-    optimizer = DCPOptimizer(torch.optim.Adam(model.parameters(), lr=0.01), model, weight=0.0, alpha=0.0)
-    for _ in range(steps):
-        z = model(x).detach()
-        train(model, optimizer, [(x, y)], lambda z, y: F.cross_entropy(z, y, label_smoothing=smoothing))
-        means = torch.stack([z[y == k].mean(0) if (y == k).any() else torch.zeros(classes) for k in range(classes)])
-        assert_same(optimizer.prototypes, means, rtol=1e-4, atol=1e-4)
-    assert model(x).argmax(1).equal(y)
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("place", ["model", "forward pass", "forward pass and loss"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_too_labels_and_scale_are_read_until_the_model_fits(dtype, place, smoothing):
-    torch.manual_seed(0)
-    x, y = torch.randn(128, FEATURES), torch.randint(10, (128,))
-    model = nn.Sequential(nn.Linear(FEATURES, 128), nn.ReLU(), nn.Linear(128, 10))
-    scale = 128.0 if dtype == torch.float16 else 1.0
-    if place == "model":
-        model, x = model.to(dtype), x.to(dtype)
-    optimizer = DCPOptimizer(torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-4), model, weight=0.0, alpha=0.0)
-    for _ in range(200):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype, enabled=place != "model"):
-            z = model(x)
-            loss = F.cross_entropy(z, y, label_smoothing=smoothing) if place.endswith("loss") else None
-        loss = F.cross_entropy(z, y, label_smoothing=smoothing) if loss is None else loss
-        (scale * loss).backward()
-        optimizer.step()
-        means = torch.stack([z[y == k].detach().double().mean(0) for k in range(10)])
-        assert_same(optimizer.prototypes.double(), means, rtol=1e-2, atol=1e-2)
-        assert optimizer.logs()["loss_scale"] == pytest.approx(scale, rel=0.05)
-    assert model(x).argmax(1).equal(y)
-    assert optimizer.logs()["skipped"] == 0
-
-
 # ---- what the loss was multiplied by ---------------------------------------------------------------------------------
 
 
@@ -253,22 +211,6 @@ def test_nothing_learns_from_a_gradient_of_zero(variant):
     assert optimizer.logs()["skipped"] == 0
 
 
-@pytest.mark.guard
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_that_are_zero_or_not_finite_are_not_among_the_batches_that_tell_nothing(variant):
-    torch.manual_seed(0)
-    model, data = one_row_of_two_classes()
-    optimizer = wrap(variant, model, sgd(model, lr=0.0))
-    for factor in (0.0, torch.inf):
-        for x, y in data:
-            optimizer.zero_grad()
-            (factor * F.cross_entropy(model(x), y)).backward()
-    optimizer.zero_grad()
-    train(model, optimizer, data[:19])
-    with pytest.raises(RuntimeError, match="batches that show no form"):
-        train(model, optimizer, data[19:20])
-
-
 # ---- batches that tell no form ---------------------------------------------------------------------------------------
 
 
@@ -298,11 +240,18 @@ def certain() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
 @pytest.mark.guard
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_after_20_batches_that_tell_nothing_the_loss_is_refused(variant):
+    """Among which gradients that are zero or not finite are not."""
     torch.manual_seed(0)
     model, data = one_row_of_two_classes()
     optimizer = wrap(variant, model, sgd(model, lr=0.0))
+    for factor in (0.0, torch.inf):
+        for x, y in data:
+            optimizer.zero_grad()
+            (factor * F.cross_entropy(model(x), y)).backward()
+    optimizer.zero_grad()
+    before = optimizer.logs()["skipped"]
     train(model, optimizer, data[:19])
-    assert optimizer.logs()["skipped"] == 19
+    assert optimizer.logs()["skipped"] == before + 19
     assert math.isnan(optimizer.logs()["penalty"])
     with pytest.raises(RuntimeError, match=r"(?s)batches that show no form.*loss \+ optimizer.penalty\(logits"):
         train(model, optimizer, data[19:20])
@@ -374,6 +323,14 @@ FITTED = {
     "many classes": Training(0, 8000, layout="transposed", lr=2e-2, steps=60),
     "smoothing of the other classes": Training(0, 10, BF16, smoothing=0.1, is_spread=True),
     "smoothing of the other classes, float32": Training(0, 10, smoothing=0.1, is_spread=True),
+    "two classes": Training(0, 2, steps=400),
+    "two classes, smoothing": Training(0, 2, smoothing=0.1),
+    "ten classes": Training(0, 10, steps=400),
+    "ten classes, smoothing": Training(0, 10, smoothing=0.1),
+}
+FITTED |= {
+    f"{dtype}, {place}, smoothing of {smoothing}": Training(0, 10, dtype, place=place, smoothing=smoothing, steps=200)
+    for dtype, place, smoothing in itertools.product((BF16, FP16), ("pure", "outside", "inside"), (0.0, 0.1))
 }
 
 
@@ -646,21 +603,13 @@ class NoFloat64(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("by_term", [False, True])
+@pytest.mark.parametrize("way", ["line", "term"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_devices_without_float64_can_train(variant, by_term):
-    model = mlp().float()
-    optimizer = wrap(variant, model)
+def test_devices_without_float64_can_train(variant, way):
+    optimizer = wrap(variant, mlp().float())
     data = [(x.float(), y) for x, y in vectors(5)]
     with NoFloat64():
-        for x, y in data:
-            optimizer.zero_grad()
-            z = model(x)
-            loss = F.cross_entropy(z, y)
-            if by_term:
-                loss = loss + (optimizer.penalty(z, y) if variant == "dcp" else optimizer.penalty(z))
-            loss.backward()
-            optimizer.step()
+        train_by(optimizer, data, way, F.cross_entropy)
     assert optimizer.logs()["penalty"] > 0
 
 
@@ -760,7 +709,7 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty")
 def test_the_companions_graph_of_an_unreadable_batch_is_freed_by_the_step():
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model)
+    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
     train(model, optimizer, batches(2))
     forwards = training_forwards(optimizer)
     x, y = one()

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.pytorch.outputs import conversion_source, find_logits
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
+from tests.reference import train as train_by
 
 # ---- logits that were converted --------------------------------------------------------------------------------------
 
@@ -110,13 +111,8 @@ def test_with_nested_logits_dcps_term_takes_their_values():
     x = torch.randn(8, FEATURES)
     y = torch.arange(8) % CLASSES
     nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
-    for _ in range(3):
-        for net, one_of_them, inputs in ((model, optimizer, nested), (other, expected, x)):
-            z = net(inputs)
-            z = z.values() if z.is_nested else z
-            one_of_them.zero_grad()
-            (F.cross_entropy(z, y) + one_of_them.penalty(z, y)).backward()
-            one_of_them.step()
+    train_by(optimizer, [(nested, y)] * 3, loss=F.cross_entropy, call=lambda inputs: model(inputs).values())
+    train_by(expected, [(x, y)] * 3, loss=F.cross_entropy)
     assert_same(model, other)
 
 

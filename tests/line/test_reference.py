@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests import reference
 from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, huber
-from tests.reference import dcl_step, dcp_step, term_of
+from tests.reference import dcp_step, train, train_by_closures, train_by_hand
 
 STEPS = 100
+METHOD = {"weight": 0.7, "alpha": 0.4}
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4),
     "adamw": partial(torch.optim.AdamW, lr=3e-3, weight_decay=1e-2),
@@ -30,22 +31,12 @@ DISTANCES = reference.DISTANCES | {
 CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
 
-def run(model, optimizer, loop):
-    term = term_of(optimizer, loop.partition(",")[0])
-    for x, y in batches(STEPS):
-
-        def closure(x=x, y=y):
-            z = model(x)
-            loss = F.cross_entropy(z, y) + term(z, y)
-            optimizer.zero_grad()
-            loss.backward()
-            return loss
-
-        if "closure" in loop:
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
+def run(optimizer, loop):
+    way, _, closes = loop.partition(", ")
+    if closes:
+        train_by_closures(optimizer, batches(STEPS), F.cross_entropy, way)
+    else:
+        train(optimizer, batches(STEPS), way, F.cross_entropy)
 
 
 WAYS = ["line", "line, closure", "term", "term, closure"]
@@ -75,18 +66,15 @@ def check_dcl(base, kind, loop, distance):
     function = DISTANCES[distance]
     given = distance if distance in reference.DISTANCES else function
     model = MODELS[kind]()
-    theirs, companion = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer = DCLOptimizer(BASES[base](model.parameters()), model, weight=0.7, alpha=0.4, distance=given)
+    theirs = copy.deepcopy(model)
+    optimizer = DCLOptimizer(BASES[base](model.parameters()), model, distance=given, **METHOD, companion_fraction=1)
     torch.manual_seed(5)
-    run(model, optimizer, loop)
-
-    plain, chasing = BASES[base](theirs.parameters()), BASES[base](companion.parameters())
+    run(optimizer, loop)
     torch.manual_seed(5)
-    for x, y in batches(STEPS):
-        dcl_step(theirs, companion, plain, chasing, x, y, F.cross_entropy, function, weight=0.7, alpha=0.4)
-
-    assert_same(model, theirs, **CLOSE)
-    assert_same(optimizer.companion, companion, **CLOSE)
+    _, companion = train_by_hand(
+        theirs, lambda network: BASES[base](network.parameters()), batches(STEPS), distance=function, **METHOD
+    )
+    assert_same((model, optimizer.companion), (theirs, companion), **CLOSE)
     start = MODELS[kind]()
     assert (start[0].weight - companion[0].weight).abs().max() > 1e-2, "the companion has to have moved"
     assert (model[0].weight - companion[0].weight).abs().max() > 1e-3, "and not to where the model is"
@@ -96,17 +84,14 @@ def check_dcl(base, kind, loop, distance):
 def test_dcp_equals_reference_in_every_loop(base, kind, loop):
     model = MODELS[kind]()
     theirs, prototypes, numbers = copy.deepcopy(model), {}, {}
-    optimizer = DCPOptimizer(BASES[base](model.parameters()), model, weight=0.7, alpha=0.4)
+    optimizer = DCPOptimizer(BASES[base](model.parameters()), model, **METHOD)
     torch.manual_seed(5)
-    run(model, optimizer, loop)
+    run(optimizer, loop)
 
     plain = BASES[base](theirs.parameters())
     torch.manual_seed(5)
     for x, y in batches(STEPS):
-        dcp_step(
-            *(theirs, prototypes, plain, x, y, F.cross_entropy, distances.mse),
-            **{"weight": 0.7, "alpha": 0.4, "numbers": numbers},
-        )
+        dcp_step(theirs, prototypes, plain, x, y, F.cross_entropy, distances.mse, numbers=numbers, **METHOD)
 
     assert_same(model, theirs, **CLOSE)
     assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), **CLOSE)
@@ -119,7 +104,12 @@ def test_one_dcl_step_by_hand():
     model.weight.data.fill_(2.0)
     companion.weight.data.fill_(1.0)
     optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, weight=3.0, alpha=0.75, companion=companion
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        weight=3.0,
+        alpha=0.75,
+        companion=companion,
+        companion_fraction=1,
     )
     z = model(torch.ones(1, 1, dtype=torch.float64))
     (z.sum() + optimizer.penalty(z)).backward()  # the task's gradient is 1

@@ -1,4 +1,4 @@
-"""The step: what it returns and logs, the errors that it raises, and several optimizers in one script."""
+"""The step: what it returns and logs, the errors that it raises, and wrapping again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from dcl_optim import DCPOptimizer, distances
 from tests import reference
 from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
-from tests.reference import ALPHA, VARIANTS, WEIGHT, by_hand, wrap
+from tests.reference import ALPHA, VARIANTS, WEIGHT, wrap
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 METHOD = {"weight": WEIGHT, "alpha": ALPHA}
@@ -68,37 +68,6 @@ def test_strict_false_allows_unregularized_steps():
     train(model, wrap("dcl", model, strict=False), batches(3))
     train(alone, sgd(alone), batches(3))
     assert_same(model, alone)
-
-
-# ---- several networks ------------------------------------------------------------------------------------------------
-
-
-def trained_gan(make):
-    """Both networks have a companion that starts elsewhere. In the generator's step the discriminator is frozen."""
-    torch.manual_seed(0)
-    generator, omega_g = (nn.Sequential(nn.Linear(3, FEATURES), nn.Tanh()).double() for _ in range(2))
-    discriminator, omega_d = (nn.Linear(FEATURES, 1).double() for _ in range(2))
-    g_optimizer = make("dcl", generator, companion=omega_g)
-    d_optimizer = make("dcl", discriminator, companion=omega_d)
-    noise = torch.Generator().manual_seed(0)
-    for x, _ in batches(12):
-        first, second = torch.randn(2, len(x), 3, generator=noise, dtype=torch.float64)
-        d_optimizer.zero_grad()
-        true, false = discriminator(x), discriminator(generator(first).detach())
-        loss = F.softplus(-true).mean() + F.softplus(false).mean()
-        (loss + d_optimizer.penalty(true) + d_optimizer.penalty(false)).backward()
-        d_optimizer.step()
-        g_optimizer.zero_grad()
-        discriminator.requires_grad_(False)
-        made = generator(second)
-        (F.softplus(-discriminator(made)).mean() + g_optimizer.penalty(made)).backward()
-        discriminator.requires_grad_(True)
-        g_optimizer.step()
-    return [network.state_dict() for network in (generator, omega_g, discriminator, omega_d)]
-
-
-def test_generator_and_discriminator_both_wrapped():
-    assert_same(trained_gan(wrap), trained_gan(by_hand), **CLOSE)
 
 
 # ---- one network, wrapped more than once -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.helpers import backward, huber, mlp, one, sgd, wrap
 def test_is_an_optimizer_and_shares_the_bases_objects():
     model = mlp()
     base = sgd(model)
-    optimizer = DCLOptimizer(base, model, weight=1.0)
+    optimizer = DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is base.param_groups
     assert optimizer.state is base.state
@@ -84,10 +84,12 @@ class HasMethods(torch.optim.SGD):
     def first_step(self):
         raise AssertionError
 
+    update_hessian = first_step
+
 
 def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     model = mlp()
-    optimizer = DCLOptimizer(HasMethods(model.parameters(), lr=0.1), model, weight=1.0)
+    optimizer = DCLOptimizer(HasMethods(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
     optimizer.eval()
     assert optimizer.base.mode == optimizer.companion_optimizer.mode == "eval"
     optimizer.train()
@@ -98,6 +100,8 @@ def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     ) as caught:
         optimizer.first_step()
     assert "base" not in str(caught.value), "whose first_step would bypass the wrapper"
+    with pytest.raises(AttributeError, match=r"no attribute 'update_hessian': its base has, optimizer.base.update_hes"):
+        optimizer.update_hessian()
     assert not hasattr(wrap(mlp()), "train")
     with pytest.raises(AttributeError, match=r"no attribute 'nonsense'$"):
         optimizer.nonsense()
@@ -109,6 +113,6 @@ def test_add_param_group_is_the_bases_own():
             super().add_param_group({"tag": "set"} | param_group)
 
     model = mlp()
-    optimizer = DCLOptimizer(Tagged(model[0].parameters(), lr=0.1), model)
+    optimizer = DCLOptimizer(Tagged(model[0].parameters(), lr=0.1), model, companion_fraction=1)
     optimizer.add_param_group({"params": list(model[2].parameters())})
     assert [group["tag"] for group in optimizer.param_groups] == ["set", "set"]

@@ -13,7 +13,7 @@ from tests.helpers import assert_same, batches, linear_growth, mlp, sgd, train
 
 def dcl(**options):
     model = mlp()
-    return model, DCLOptimizer(sgd(model), model, companion=mlp(seed=1), **options)
+    return model, DCLOptimizer(sgd(model), model, companion=mlp(seed=1), **options, companion_fraction=1)
 
 
 def test_they_are_what_was_given():

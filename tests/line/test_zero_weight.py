@@ -95,7 +95,7 @@ def test_zero_weight_is_the_base_optimizer(name, variant, loop, way):
     base = DENSE[name](model.parameters())
     if variant == "dcl":
         second = SGD if takes_only_closures(name) else None
-        optimizer = DCLOptimizer(base, model, weight=0.0, companion_optimizer=second)
+        optimizer = DCLOptimizer(base, model, weight=0.0, companion_optimizer=second, companion_fraction=1)
     else:
         optimizer = DCPOptimizer(base, model, weight=0.0)
     assert list(losses(model, optimizer, loop, way)) == expected
@@ -120,7 +120,7 @@ def test_the_script_does_not_notice_what_the_companions_optimizer_draws():
     model = network()
     alone = copy.deepcopy(model)
     expected = list(losses(alone, Langevin(alone.parameters(), lr=0.05), "plain"))
-    optimizer = DCLOptimizer(Langevin(model.parameters(), lr=0.05), model, weight=0.0)
+    optimizer = DCLOptimizer(Langevin(model.parameters(), lr=0.05), model, weight=0.0, companion_fraction=1)
     assert list(losses(model, optimizer, "plain")) == expected
 
 
@@ -129,7 +129,7 @@ def test_every_optimizer_trains_a_companion_of_its_own_class():
         if takes_only_closures(name):
             continue
         model = network()
-        optimizer = DCLOptimizer(make(model.parameters()), model, weight=0.5)
+        optimizer = DCLOptimizer(make(model.parameters()), model, weight=0.5, companion_fraction=1)
         list(losses(model, optimizer, "plain"))
         assert type(optimizer.companion_optimizer) is type(optimizer.base)
         for key, value in optimizer.param_groups[0].items():

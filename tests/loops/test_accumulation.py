@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from dcl_optim.distances import squared
-from tests import reference
-from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd
-from tests.reference import ALPHA, VARIANTS, WEIGHT, learned, term_of, wrap
+from tests.helpers import assert_same, batches, mlp, one
+from tests.reference import VARIANTS, assert_same_training, by_hand, term_of, train, wrap
 
 WAYS = ("line", "term")
 
@@ -19,11 +15,11 @@ WAYS = ("line", "term")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(variant, way, names_inputs):
-    model, hand = mlp(), mlp()
-    companion, prototypes, numbers = mlp(seed=3), dict[int, Tensor](), dict[int, float]()
-    optimizer = wrap(variant, model, **{"companion": mlp(seed=3)} if variant == "dcl" else {})
-    base, second = sgd(hand), sgd(companion)
-    settings = {"weight": WEIGHT, "alpha": ALPHA}
+    model = mlp()
+    optimizer, hand = (
+        make(variant, network, **{"companion": mlp(seed=3)} if variant == "dcl" else {})
+        for make, network in ((wrap, model), (by_hand, mlp()))
+    )
     for x, y in batches(5):
         optimizer.zero_grad()
         z = model(x)
@@ -33,13 +29,8 @@ def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(var
             (share * loss).backward(retain_graph=True, **inputs)
             assert optimizer.logs()["loss_scale"] == pytest.approx(share)
         optimizer.step()
-        if variant == "dcl":
-            reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, squared, **settings)
-        else:
-            reference.dcp_step(hand, prototypes, base, x, y, F.cross_entropy, squared, **settings, numbers=numbers)
-    assert_same(model, hand, rtol=1e-10, atol=1e-10)
-    rows = {"prototypes": torch.stack([prototypes[k] for k in range(CLASSES)])} if variant == "dcp" else None
-    assert_same(learned(optimizer), rows or dict(companion.state_dict()), rtol=1e-10, atol=1e-10)
+        train(hand, [(x, y)], loss=F.cross_entropy)
+    assert_same_training(optimizer, hand, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

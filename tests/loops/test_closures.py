@@ -69,7 +69,7 @@ def test_a_closure_with_a_graph_of_its_gradients_keeps_it():
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if wrapped:
-            optimizer = DCLOptimizer(optimizer, model, weight=0.0, strict=False)
+            optimizer = DCLOptimizer(optimizer, model, weight=0.0, strict=False, companion_fraction=1)
         x, y = one()
 
         def closure():

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, on_two_ranks, train
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, train
 from tests.reference import VARIANTS, by_hand, learned, term_of, wrap
 from tests.reference import train as train_by_term
 
@@ -74,6 +74,11 @@ def worker(rank: int, folder: Path) -> None:
     for variant in VARIANTS:
         trained_with_a_copy_on_rank(rank, variant)
         torch.save(trained_with_a_batch_without_a_term(rank, variant), folder / f"some batches {variant} {rank}.pt")
+        with_zero_redundancy(rank, folder, variant)
+    for variant, dtype in (("dcl", torch.float64), ("dcl", torch.bfloat16), ("dcp", torch.float64)):
+        resume_on_rank(rank, folder / f"{variant} {dtype}.pt", variant, dtype)
+    torch.save(companion_of_other_buffers(rank), folder / f"buffers {rank}.pt")
+    copy_synchronized_batch_norm()
 
 
 def trained_on_rank(rank: int, variant: str, order: str, accumulate: int, way: str):
@@ -314,11 +319,6 @@ def test_what_is_no_process_group_is_refused_before_anything_changes(variant, gi
 # ---- checkpoints and sharded optimizers ------------------------------------------------------------------------------
 
 
-def resuming_worker(rank: int, folder: Path) -> None:
-    for variant, dtype in (("dcl", torch.float64), ("dcl", torch.bfloat16), ("dcp", torch.float64)):
-        resume_on_rank(rank, folder / f"{variant} {dtype}.pt", variant, dtype)
-
-
 def from_rank_0(rank: int, file: Path, state: Any) -> Any:
     if rank == 0:
         torch.save(state, file)
@@ -327,6 +327,8 @@ def from_rank_0(rank: int, file: Path, state: Any) -> Any:
 
 
 def resume_on_rank(rank: int, file: Path, variant: str, dtype: torch.dtype) -> None:
+    """A checkpoint of rank 0 resumes all ranks bit for bit."""
+
     def build():
         model = mlp(seed=rank, dtype=dtype)
         parallel = DistributedDataParallel(model)
@@ -353,35 +355,28 @@ def resume_on_rank(rank: int, file: Path, variant: str, dtype: torch.dtype) -> N
     assert_same(snapshot(model, optimizer), expected)
 
 
-def test_a_checkpoint_of_rank_0_resumes_all_ranks_bit_for_bit(tmp_path: Path):
-    on_two_ranks(resuming_worker, tmp_path)
+def with_zero_redundancy(rank: int, folder: Path, variant: str) -> None:
+    model = mlp(seed=0)
+    parallel = DistributedDataParallel(model)
+    base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    optimizer = wrap(variant, parallel, base)
+    train_rank(rank, parallel, optimizer, batches(STEPS))
+    with pytest.raises(RuntimeError, match="consolidate_state_dict"):
+        optimizer.state_dict()
+    base.consolidate_state_dict(to=0)
+    if rank == 0:
+        torch.save(snapshot(model, optimizer), folder / f"zero {variant}.pt")
 
 
-def zero_redundancy_worker(rank: int, folder: Path) -> None:
-    for variant in VARIANTS:
-        model = mlp(seed=0)
-        parallel = DistributedDataParallel(model)
-        base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-        optimizer = wrap(variant, parallel, base)
-        train_rank(rank, parallel, optimizer, batches(STEPS))
-        with pytest.raises(RuntimeError, match="consolidate_state_dict"):
-            optimizer.state_dict()
-        base.consolidate_state_dict(to=0)
-        if rank == 0:
-            torch.save(snapshot(model, optimizer), folder / f"{variant}.pt")
-
-
-@pytest.mark.filterwarnings("ignore:.*functional optimizers is deprecated", "ignore:.*torch.jit")
-def test_zero_redundancy_optimizer_as_base(tmp_path: Path):
-    on_two_ranks(zero_redundancy_worker, tmp_path)
-    runs = {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in VARIANTS}
+def test_zero_redundancy_optimizer_as_base(ranks: Path):
+    runs = {name: torch.load(ranks / f"zero {name}.pt", weights_only=True) for name in VARIANTS}
     assert_same(runs["dcp"], trained_alone("dcp"), **CLOSE)
     joint = trained_alone("dcl")
     assert_same(runs["dcl"]["model"], joint["model"], **CLOSE)
     assert_same(runs["dcl"]["forecaster"]["model"], joint["forecaster"]["model"], **CLOSE)  # its optimizer is sharded
 
 
-def buffers_worker(rank: int, folder: Path) -> None:
+def companion_of_other_buffers(rank: int) -> dict[str, Tensor]:
     model = batch_norm_net(seed=rank)
     model[1].running_mean.fill_(rank + 1.0)  # as ranks have it that loaded different statistics
     optimizer = wrap("dcl", model, None)
@@ -389,17 +384,17 @@ def buffers_worker(rank: int, folder: Path) -> None:
     parallel = DistributedDataParallel(model)
     model[1].eval()  # nothing but the start moves them
     train_rank(rank, parallel, optimizer, batches(2))
-    torch.save(companion.state_dict(), folder / f"{rank}.pt")
+    return companion.state_dict()
 
 
-def test_the_companions_start_from_rank_0s_weights_and_buffers(tmp_path: Path):
-    on_two_ranks(buffers_worker, tmp_path)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+def test_the_companions_start_from_rank_0s_weights_and_buffers(ranks: Path):
+    first, second = (torch.load(ranks / f"buffers {rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(first, second)
     assert_same(first["1.running_mean"], torch.ones(12, dtype=torch.float64))
 
 
-def synchronized_batch_norm_worker(rank: int, folder: Path) -> None:
+def copy_synchronized_batch_norm() -> None:
+    """The companion keeps it and its group. Its structure alone: torch runs it on accelerators."""
     group = dist.new_group([0, 1])
     body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
     model = nn.SyncBatchNorm.convert_sync_batchnorm(body, process_group=group)
@@ -408,8 +403,3 @@ def synchronized_batch_norm_worker(rank: int, folder: Path) -> None:
     assert isinstance(twin, nn.SyncBatchNorm)
     assert twin is not model[1]
     assert twin.process_group is group
-
-
-def test_the_companion_keeps_synchronized_batch_norm_and_its_group(tmp_path: Path):
-    """Only its structure: torch runs synchronized batch norm on accelerators alone."""
-    on_two_ranks(synchronized_batch_norm_worker, tmp_path)

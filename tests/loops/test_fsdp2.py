@@ -24,8 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, mlp, on_two_ranks, train
-from tests.reference import term_of
+from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, mlp, train
+from tests.reference import train as train_by
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
@@ -47,21 +47,16 @@ def wrap(variant: str, model: nn.Module, num_classes: int | None = None):
     if variant == "dcp":
         return DCPOptimizer(base, model, num_classes=num_classes, weight=1.0, alpha=0.6)
     if not isinstance(next(model.parameters()), DTensor):
-        return DCLOptimizer(base, model, weight=1.0)
+        return DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
 
     companion = sharded(seed=7)
     companion.load_state_dict(model.state_dict())
-    return DCLOptimizer(base, model, companion=companion, weight=1.0)
+    return DCLOptimizer(base, model, companion=companion, weight=1.0, companion_fraction=1)
 
 
 def train_rank(rank, model, optimizer, data, way="line") -> None:
-    term = term_of(optimizer, way)
-    for x, y in data:
-        x, y = x.chunk(2)[rank], y.chunk(2)[rank]
-        optimizer.zero_grad()
-        z = model(x)
-        (nn.functional.cross_entropy(z, y) + term(z, y)).backward()
-        optimizer.step()
+    halves = [(x.chunk(2)[rank], y.chunk(2)[rank]) for x, y in data]
+    train_by(optimizer, halves, way, nn.functional.cross_entropy)
 
 
 def own(variant, optimizer):
@@ -75,9 +70,15 @@ def full(state):
 CASES = list(product(["dcl", "dcp"], ["line", "term"]))
 
 
-def training_worker(rank: int, folder: Path) -> None:
+def worker(rank: int, folder: Path) -> None:
     for variant, way in CASES:
         train_sharded(rank, folder / f"{variant} {way}.pt", variant, way)
+    for variant in ("dcl", "dcp"):
+        accumulate(rank, variant)
+        for way in RESUMED:
+            resume_sharded(rank, folder / f"{variant} {way}", variant, way)
+    train_in_bfloat16(rank, folder)
+    refuse_a_copy()
 
 
 def train_sharded(rank: int, file: Path, variant: str, way: str) -> None:
@@ -93,46 +94,43 @@ def train_sharded(rank: int, file: Path, variant: str, way: str) -> None:
         torch.save(snapshot, file)
 
 
-def test_sharded_training_equals_one_process_on_the_joint_batch(tmp_path: Path):
-    on_two_ranks(training_worker, tmp_path)
-    for variant, way in CASES:
-        found = torch.load(tmp_path / f"{variant} {way}.pt", weights_only=True)
-        model = mlp()
-        optimizer = wrap(variant, model)
-        train(model, optimizer, batches(STEPS))
-        assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
-        assert_same(found["own"], dict(own(variant, optimizer)), rtol=1e-7, atol=1e-9)
+@pytest.mark.parametrize(("variant", "way"), CASES)
+def test_sharded_training_equals_one_process_on_the_joint_batch(variant, way, ranks: Path):
+    found = torch.load(ranks / f"{variant} {way}.pt", weights_only=True)
+    model = mlp()
+    optimizer = wrap(variant, model)
+    train(model, optimizer, batches(STEPS))
+    assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
+    assert_same(found["own"], dict(own(variant, optimizer)), rtol=1e-7, atol=1e-9)
 
 
-def accumulating_worker(rank: int, folder: Path) -> None:
+# ---- what the ranks compare themselves -------------------------------------------------------------------------------
+
+
+def accumulate(rank: int, variant: str) -> None:
     """Gradients are communicated with the last micro-batch only; until then no parameter has one."""
-    for variant in ("dcl", "dcp"):
-        results = []
-        for saves_communication in (False, True):
-            model = sharded()
-            optimizer = wrap(variant, model)
-            for micro_batches in zip(batches(STEPS), batches(STEPS, seed=8), strict=True):
-                optimizer.zero_grad()
-                for number, (x, y) in enumerate(micro_batches):
-                    model.set_requires_gradient_sync(number == 1 or not saves_communication)
-                    z = model(x.chunk(2)[rank])
-                    (nn.functional.cross_entropy(z, y.chunk(2)[rank]) / 2).backward()
-                optimizer.step()
-            results.append(full(model.state_dict()) | full(own(variant, optimizer)))
-        assert_same(*results, rtol=1e-7, atol=1e-9)
+    results = []
+    for saves_communication in (False, True):
+        model = sharded()
+        optimizer = wrap(variant, model)
+        for micro_batches in zip(batches(STEPS), batches(STEPS, seed=8), strict=True):
+            optimizer.zero_grad()
+            for number, (x, y) in enumerate(micro_batches):
+                model.set_requires_gradient_sync(number == 1 or not saves_communication)
+                z = model(x.chunk(2)[rank])
+                (nn.functional.cross_entropy(z, y.chunk(2)[rank]) / 2).backward()
+            optimizer.step()
+        results.append(full(model.state_dict()) | full(own(variant, optimizer)))
+    assert_same(*results, rtol=1e-7, atol=1e-9)
 
 
-def test_accumulation_without_communication_learns_from_all_micro_batches(tmp_path: Path):
-    on_two_ranks(accumulating_worker, tmp_path)
-
-
-def bfloat16_worker(rank: int, folder: Path) -> None:
+def train_in_bfloat16(rank: int, folder: Path) -> None:
     """The companion's weights are float32, sharded as those that they are rounded into."""
 
     def build(make: Any) -> Any:
         model, companion = make(0, dtype=torch.bfloat16), make(7, dtype=torch.bfloat16)
         base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, DCLOptimizer(base, model, companion=companion, weight=1.0)
+        return model, DCLOptimizer(base, model, companion=companion, weight=1.0, companion_fraction=1)
 
     def weights_of(optimizer: Any) -> list[torch.Tensor]:
         (group,) = optimizer.companion_optimizer.param_groups
@@ -156,21 +154,14 @@ def bfloat16_worker(rank: int, folder: Path) -> None:
         assert_same(weights_of(second), weights_of(optimizer))
 
 
-def test_a_sharded_companion_in_bfloat16_has_sharded_weights_of_float32(tmp_path: Path):
-    on_two_ranks(bfloat16_worker, tmp_path)
-
-
-def refusal_worker(rank: int, folder: Path) -> None:
+def refuse_a_copy() -> None:
+    """Of a sharded model; the error says what to do."""
     model = sharded()
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0)
+    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
     with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
         train(model, optimizer, batches(1))
     optimizer.detach()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
-
-
-def test_a_sharded_model_cannot_be_copied_and_the_error_says_what_to_do(tmp_path: Path):
-    on_two_ranks(refusal_worker, tmp_path)
 
 
 def resumed_by_files(rank, folder, build, model, optimizer):
@@ -196,13 +187,9 @@ def resumed_by_full_states(rank, folder, build, model, optimizer):
 RESUMED = {"files": resumed_by_files, "full": resumed_by_full_states}
 
 
-def resuming_worker(rank: int, folder: Path) -> None:
-    for variant in ("dcl", "dcp"):
-        for way in RESUMED:
-            resume_sharded(rank, folder / f"{variant} {way}", variant, way)
-
-
 def resume_sharded(rank: int, folder: Path, variant: str, way: str) -> None:
+    """Distributed checkpoints resume bit for bit."""
+
     def build(seed: int = 3):
         model = sharded(seed)
         return model, wrap(variant, model, CLASSES)
@@ -215,10 +202,6 @@ def resume_sharded(rank: int, folder: Path, variant: str, way: str) -> None:
         train_rank(rank, *pair, batches(3, seed=5))
     assert_same(full(again.state_dict()), full(model.state_dict()))
     assert_same(full(own(variant, second)), full(own(variant, optimizer)))
-
-
-def test_distributed_checkpoints_resume_bit_for_bit(tmp_path: Path):
-    on_two_ranks(resuming_worker, tmp_path)
 
 
 @pytest.mark.parametrize("variant", ["dcl", "dcp"])

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.helpers import SHARDS_ON_CPU, assert_same, batches, mlp, on_ranks, sgd, train
 from tests.reference import CLOSE, VARIANTS, learned, term_of, wrap
+from tests.reference import train as train_by
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
@@ -130,13 +131,7 @@ def two_ranks(rank: int, folder: Path) -> None:
     for variant, plan, way in product(VARIANTS, PLANS, WAYS):
         model = parallelize_module(mlp(), mesh, PLANS[plan])
         optimizer = wrap(variant, model, base_of(model))
-        term = term_of(optimizer, way)
-        for x, y in batches(STEPS):
-            optimizer.zero_grad()
-            z = model(x)
-            (F.cross_entropy(z, y) + term(z, y)).backward()
-            optimizer.step()
-        found[f"{variant} {plan} {way}"] = result(optimizer)
+        found[f"{variant} {plan} {way}"] = result(train_by(optimizer, batches(STEPS), way, F.cross_entropy))
     for variant, plan, way in product(VARIANTS, DTENSORS, WAYS):
         found[f"{variant} {plan} {way}"] = error_of(variant, parallelize_module(mlp(), mesh, DTENSORS[plan]), way)
     found["gathered"] = gathered(parallelize_module(mlp(), mesh, DTENSORS["shards"]))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.helpers import Storages, assert_same, batches, mlp, no_collector, one
-from tests.reference import VARIANTS, learned, term_of, wrap
+from tests.reference import VARIANTS, learned, term_of, train, wrap
 
 # ---- a script that has called penalty ------------------------------------------------------------------------------
 
@@ -47,13 +47,8 @@ class Scores(nn.Module):
 def test_the_prototypes_term_takes_logits_that_the_model_hides() -> None:
     found = []
     for model in (Scores(), mlp()):
-        optimizer = wrap("dcp", model)
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            output = model(x)
-            z = output["scores"] if isinstance(output, dict) else output
-            (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
-            optimizer.step()
+        call = (lambda x, model=model: model(x)["scores"]) if isinstance(model, Scores) else model
+        optimizer = train(wrap("dcp", model), batches(4), loss=F.cross_entropy, call=call)
         found.append(([*model.parameters()], learned(optimizer)))
     assert_same(*found)
 

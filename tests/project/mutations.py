@@ -118,7 +118,8 @@ class Fault:
 
 NOTHING = begin("return None")
 GUARDS = [
-    *("forward_begins", "logits_not_found", "step_is_over", "graph_of_term_is_kept", "gradient_not_read"),
+    *("forward_begins", "logits_not_found", "logits_replaced", "step_is_over", "graph_of_term_is_kept"),
+    "gradient_not_read",
     *("gradient_read", "term_called", "closure_ends", "step_has_no_penalty", "step_ends"),
     *("superseded", "detached", "model_loaded", "state_loaded", "forward_alone"),
 ]
@@ -193,7 +194,7 @@ FAULTS = [
           replace("torch.where(ages, numbers, state.numbers, out=state.numbers)", "state.numbers.copy_(numbers)"),
           "prototypes/ automatic_weight"),
     Fault("masked classes pull and are learned", "prototypes.prototypes:Prototypes.pull",
-          replace("torch.threshold(z, MASKED, -math.inf)", "z"), "masked_classes"),
+          replace("self._masks.left_out(z)", "z"), "masked_classes"),
     Fault("masked entries of soft labels count as 0", "prototypes.tally:Tally.add_shares",
           replace("has_masks", "False"), "masked_classes"),
     # the state and the ranks

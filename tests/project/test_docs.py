@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import dcl_optim
+import dcl_optim.trial
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,11 +29,12 @@ LIBRARIES = re.compile(r"^(?:from|import) (?:timm|skorch|ignite|pytorch_optimize
 def blocks():
     """Code on the pages, and a page as a whole if it has code that no reader sees: names that the others take from it.
 
-    docs/logging.md has its own tests, and so have recipes in several files, which begin with the name of the file.
+    docs/logging.md has its own tests, and so have dcl_optim/reference.py, of which a page has parts, and recipes in
+    several files, which begin with the name of the file.
     """
     found = {page.stem: page.read_text() for page in PAGES if page.stem != "logging"}
     for page, text in found.items():
-        codes = [code for code in CODE.findall(text) if not re.search(r"^>>> |\A# \w+\.py\n", code, re.M)]
+        codes = [code for code in CODE.findall(text) if not re.search(r"^>>> |\A# \w+\.py\n|\A--8<--", code, re.M)]
         for code in ["\n".join(codes)] if "<!-- python" in text else codes:
             marks = [pytest.mark.integration] if LIBRARIES.search(code) else []
             yield pytest.param(code, id=page, marks=marks)
@@ -81,7 +83,8 @@ def what_a_script_has():
 
 
 @pytest.mark.parametrize("block", list(blocks()))
-def test_code_on_the_pages_runs(block):
+def test_code_on_the_pages_runs(block, monkeypatch):
+    monkeypatch.setitem(dcl_optim.trial.overhead.__kwdefaults__, "seconds", 0.05)
     run(block, what_a_script_has())
 
 

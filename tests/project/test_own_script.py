@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from dcl_optim.trial import overhead
 from examples import own_script
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,10 @@ def execute(*arguments: object, folder: Path = ROOT) -> str:
 def test_the_penalty_gains() -> None:
     differences = [own_script.train("auto", seed) - own_script.train(0, seed) for seed in range(5)]
     assert mean(differences) > 2 * stdev(differences) / 5**0.5
+
+
+def test_its_overhead_can_be_measured() -> None:
+    assert len(overhead(*own_script.make(), seconds=0.05).rows) == 5
 
 
 def test_without_its_new_lines_it_is_plain_training() -> None:

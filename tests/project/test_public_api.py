@@ -30,7 +30,7 @@ dcl_optim.DCPOptimizer(base_optimizer, model, *, weight='auto', num_classes=None
     .penalty(self, logits, labels, *, ignore_index=-100)
     .prototypes
 dcl_optim.DCLOptimizer(base_optimizer, model, *, weight=0.1, logits=None, process_group='auto', companion=None,
-        companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=1.0, alpha=0.99, distance='mse',
+        companion_optimizer=None, companion_lr_scale=1.0, companion_fraction=None, alpha=0.99, distance='mse',
         strict=True)
     .companion
     .companion_optimizer
@@ -80,11 +80,11 @@ dcl_optim.forecaster.Forecaster()
     .check_values(self)
     .create_state(self)
     .end_backward(self)
-    .figures(self)
     .forget(self)
     .given_num_classes = None
     .learn(self, alpha)
     .load_state_dict(self, state)
+    .logs(self)
     .measure_accuracy(self, from_classes)
     .model_loaded(self)
     .num_classes = 0
@@ -97,7 +97,7 @@ dcl_optim.forecaster.Forecaster()
     .switch(self, mode)
     .train_accuracy(self)
 dcl_optim.pull.Pull(value, slope, factor, weights=None, lengths=None, norms=None, lesson=None, drawn=None)
-    .gradient(self, shape, dtype, class_dim, *scales, added_to=None, overwrites=False)
+    .gradient(self, shape, dtype, class_dim, scale, weight=1.0, *, added_to=None, overwrites=False)
 dcl_optim.pull.pull_of(distance, z, c, weights=None, number=None)
 dcl_optim.forecaster.Labels(rows, number)
 dcl_optim.progress.Forward(logits, step_number, class_dim=1, copies=True)

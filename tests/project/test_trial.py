@@ -91,7 +91,7 @@ def test_the_table_has_times_ratios_and_bytes(capsys: pytest.CaptureFixture[str]
         assert 0.2 < row.ratio / (row.milliseconds / plain.milliseconds) < 5
     prototypes = 3 * 3 * 4 + 3 * 4 + 2 * 4  # with the rows of each class and the running accuracy
     assert {row.state_bytes for row in others if row.name.startswith("DCP")} == {prototypes}
-    wrapped = DCLOptimizer(optimizer, model)
+    wrapped = DCLOptimizer(optimizer, model, companion_fraction=1)
     parameters = sum(parameter.nbytes for parameter in wrapped.companion.parameters())
     assert all(row.state_bytes > 3 * parameters for row in others if row.name.startswith("DCL"))  # with Adam's moments
     assert {row.peak_bytes for row in measured.rows} == {None}  # a CPU does not tell it

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCPOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import Logits, assert_same
 from tests.reference import DISTANCES, dcp_step
 
@@ -42,17 +42,19 @@ MASKS = (opened_later, drawn_for_each_batch, other_ones_in_each_row, from_the_th
 
 
 class Masked(nn.Module):
-    """The logits of the classes that are closed are a number, minus infinity by default."""
+    """The logits of the classes that are closed are a number, minus infinity by default; or it is added to them."""
 
-    def __init__(self, mask: Mask, number: float = -INF) -> None:
+    def __init__(self, mask: Mask, number: float = -INF, adds: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, CLASSES)).double()
         self.net[2].bias.data[3:] = -8.0
-        self.step, self.mask, self.number = 0, mask, number
+        self.step, self.mask, self.number, self.adds = 0, mask, number, adds
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x).masked_fill(self.mask(self.step, x), self.number)
+        mask = self.mask(self.step, x)
+        z = self.net(x)
+        return z + mask * self.number if self.adds else z.masked_fill(mask, self.number)
 
 
 def wrap(model: nn.Module, **options: Any) -> DCPOptimizer:
@@ -85,18 +87,20 @@ def take_step(optimizer: DCPOptimizer, x: Tensor, y: Tensor, way: str = "line") 
 
 Case = tuple[Mask, float, str, dict[str, Any]]
 CASES: list[Case] = [
-    *((mask, number, way, {}) for mask in MASKS for number in (-INF, -1e9) for way in ("line", "term")),
+    *((mask, number, way, {}) for mask in MASKS for number in (-INF, -1000.0) for way in ("line", "term")),
     *((mask, -INF, "soft labels", {}) for mask in MASKS),
     *((other_ones_in_each_row, number, "term", {}) for number in (-1e4, LOWEST)),
     *((drawn_for_each_batch, -INF, "term", {"distance": name}) for name in ("squared", "l1", "kl", "infonce")),
     *((mask, -INF, "line", {"update": "batch"}) for mask in MASKS),
+    *((mask, number, way, {"adds": True}) for mask in MASKS for number in (-1e3, -1e4) for way in ("line", "term")),
 ]
 
 
 def train_both(case: Case) -> tuple[DCPOptimizer, nn.Module, dict[int, Tensor]]:
     """The optimizer, and what the reference has trained and learned."""
     mask, number, way, options = case
-    model, theirs = Masked(mask, number), Masked(mask)
+    options = dict(options)
+    model, theirs = Masked(mask, number, options.pop("adds", False)), Masked(mask)
     optimizer, plain = wrap(model, **options), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
     distance = DISTANCES[options.get("distance", "mse")]
     known: dict[int, Tensor] = {}
@@ -134,7 +138,7 @@ def learn(optimizer: DCPOptimizer, rows: list[list[float]], labels: Tensor) -> f
     return penalty.item()
 
 
-@pytest.mark.parametrize("number", [-INF, -1e4, -1e30])
+@pytest.mark.parametrize("number", [-INF, -1000, -1e30])
 def test_hard_labels_by_hand(number: float) -> None:
     optimizer, first = of_two_classes(), torch.zeros(2, dtype=torch.long)
     assert learn(optimizer, [[1.0, number], [3.0, number]], first) == 0.0
@@ -152,3 +156,116 @@ def test_soft_labels_by_hand() -> None:
     # By its share of a half: 2 + (4 - 2) / 2 / 1.5 and 0 + 4 / 2 / 1.5.
     expected = torch.tensor([[8 / 3, 0.0], [4 / 3, 4.0]], dtype=torch.float64)
     assert_same(optimizer.prototypes, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [-1000.0, torch.finfo(torch.float16).min, -INF])
+def test_a_mask_in_half_precision(dtype: torch.dtype, number: float) -> None:
+    """By hand as above: of class 0 is known (2, 0)."""
+    optimizer, first = of_two_classes(), torch.zeros(1, dtype=torch.long)
+    values = []
+    for rows in ([[2.0, number]], [[4.0, number]]):
+        z = optimizer.model(torch.tensor(rows, dtype=torch.float64)).to(dtype)
+        values.append(optimizer.penalty(z, first))
+        values[-1].backward()
+        optimizer.step()
+    assert [value.item() for value in values] == [0.0, 2.0]
+
+
+def test_logits_that_are_low_as_a_whole_are_not_masked() -> None:
+    """As squared distances in many dimensions."""
+    optimizer, first = of_two_classes(), torch.zeros(1, dtype=torch.long)
+    learn(optimizer, [[-2000.0, -2400.0]], first)
+    assert_same(optimizer.prototypes[0], torch.tensor([-2000.0, -2400.0]).double())
+
+
+# ---- the companion ---------------------------------------------------------------------------------------------------
+
+OPENED = pytest.mark.filterwarnings("ignore:the companion's logits are masked")
+
+
+def with_a_companion(number: float, adds: bool = False, **options: Any) -> DCLOptimizer:
+    model = Masked(opened_later, number, adds)
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return DCLOptimizer(base, model, **{"weight": 0.7, "alpha": 0.6} | options, companion_fraction=1)
+
+
+def train_on(optimizer: Any, data: Any, way: str) -> list[float]:
+    """Give the penalties; labels are of all classes from step 12 on. The companion's own mask stays closed."""
+    penalties = []
+    for x, y in data:
+        y = y + 3 if optimizer.model.step >= 12 else y
+        optimizer.zero_grad()
+        z = optimizer.model(x)
+        loss = F.cross_entropy(z, y)
+        (loss + optimizer.penalty(z) if way == "term" else loss).backward()
+        optimizer.step()
+        optimizer.model.step += 1
+        penalties.append(optimizer.logs()["penalty"])
+    return penalties
+
+
+@OPENED
+@pytest.mark.parametrize("way", ["line", "term"])
+@pytest.mark.parametrize("name", ["mse", "squared", "l1", "kl"])
+@pytest.mark.parametrize(("number", "adds"), [(-1e3, False), (-1e4, False), (-1e3, True), (-1e4, True)])
+def test_a_class_that_the_companion_masks_is_left_out_as_with_minus_infinity(
+    number: float, adds: bool, name: Any, way: str
+) -> None:
+    found = []
+    for options in ((-INF,), (number, adds)):
+        optimizer = with_a_companion(*options, distance=name)
+        penalties = train_on(optimizer, batches(), way)
+        found.append((penalties, optimizer.model, optimizer.companion))
+    assert max(found[0][0]) < 20
+    for first, second in zip(*found, strict=True):
+        assert_same(first, second, **CLOSE)
+
+
+def test_other_masks_in_the_companion_are_said_once_with_the_fix_which_works() -> None:
+    optimizer, right = with_a_companion(-1e4), with_a_companion(-1e4)
+    with pytest.warns(UserWarning, match=r"are masked .*\n  Fix: call optimizer.reset_companion\(\)") as caught:
+        train_on(optimizer, batches(), "line")
+    assert len(caught) == 1
+    train_on(right, batches(12), "line")
+    right.reset_companion()
+    penalties = train_on(right, batches()[12:], "line")
+    assert penalties[0] == 0.0
+    assert penalties[-1] > 0.0
+
+
+@OPENED
+def test_a_resumed_companion_masks_what_it_did() -> None:
+    whole, first = with_a_companion(-1e4), with_a_companion(-1e4)
+    data = batches()
+    train_on(whole, data, "line")
+    train_on(first, data[:20], "line")
+    second = with_a_companion(-1e4)
+    second.model.load_state_dict(first.model.state_dict())
+    second.model.step = 20
+    second.load_state_dict(first.state_dict())
+    second.companion.step = 0
+    train_on(second, data[20:], "line")
+    assert_same(second.model, whole.model)
+    assert_same(second.companion, whole.companion)
+
+
+# ---- what the line reads ---------------------------------------------------------------------------------------------
+
+
+def two_of_six(step: int, x: Tensor) -> Tensor:
+    return torch.arange(CLASSES) >= 2
+
+
+@pytest.mark.parametrize("number", [-INF, -1e3])
+def test_two_open_classes_are_read_from_the_first_batch_on(number: float) -> None:
+    """As two classes are: split digits, tasks of two."""
+    model, theirs = Masked(two_of_six, number), Masked(two_of_six)
+    optimizer, plain = wrap(model), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    known: dict[int, Tensor] = {}
+    settings: Any = {"weight": 0.7, "alpha": 0.6, "numbers": {}}
+    for x, y in batches():
+        take_step(optimizer, x, y % 2)
+        dcp_step(theirs, known, plain, x, y % 2, F.cross_entropy, DISTANCES["mse"], **settings)
+    assert optimizer.logs()["skipped"] == 0
+    assert_same(optimizer.model, theirs, **CLOSE)

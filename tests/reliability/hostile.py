@@ -25,7 +25,7 @@ class Training:
         self.model, self.criterion = mlp(), torch.nn.CrossEntropyLoss()
         base = torch.optim.Adam(self.model.parameters(), lr=0.01)
         if variant == "dcl":
-            self.optimizer: Any = DCLOptimizer(base, self.model, **options)
+            self.optimizer: Any = DCLOptimizer(base, self.model, **options, companion_fraction=1)
         else:
             self.optimizer = DCPOptimizer(base, self.model, **options)
         for x, y in batches(steps):

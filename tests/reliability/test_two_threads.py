@@ -22,7 +22,7 @@ class Trainee:
         self.criterion, self.seed = nn.CrossEntropyLoss(), seed
         base = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         if variant == "dcl":
-            self.optimizer: Any = DCLOptimizer(base, self.model, weight=1.0)
+            self.optimizer: Any = DCLOptimizer(base, self.model, weight=1.0, companion_fraction=1)
         else:
             self.optimizer = DCPOptimizer(base, self.model, weight=1.0)
 

@@ -22,7 +22,7 @@ STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, CLASSES)).double()
-    return DCLOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, weight=1.0)
+    return DCLOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, weight=1.0, companion_fraction=1)
 
 
 def loss_by_the_line(optimizer, x, y):

@@ -91,7 +91,7 @@ def test_resumed_run_equals_uninterrupted_run(variant, base, resumed):
 
 def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
     model = mlp()
-    optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0)
+    optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0, companion_fraction=1)
     train(model, optimizer, batches(3))
     state = optimizer.state_dict()
     assert set(state) == {"state", "param_groups", "dcl_optim.DCLOptimizer"}
@@ -102,7 +102,7 @@ def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
 
 def dcl_and_other():
     model, other = mlp(), mlp()
-    dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0)
+    dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0, companion_fraction=1)
     dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, num_classes=CLASSES)
     return dcl, dcp
 
@@ -110,7 +110,7 @@ def dcl_and_other():
 def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     dcl, dcp = dcl_and_other()
     wide = mlp(width=13)
-    other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide, weight=1.0)
+    other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide, weight=1.0, companion_fraction=1)
     assert dcl.companion is not other_shape.companion  # a state without one fits everywhere
     three = mlp()
     fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, num_classes=3)
@@ -171,7 +171,7 @@ class Extra(torch.nn.Linear):
 def test_a_model_with_an_extra_state_is_resumed():
     def built():
         model = torch.nn.Sequential(Extra(FEATURES, CLASSES)).double()
-        return model, DCLOptimizer(BASES["sgd"](model.parameters()), model)
+        return model, DCLOptimizer(BASES["sgd"](model.parameters()), model, companion_fraction=1)
 
     model, optimizer = built()
     train(model, optimizer, batches(2))

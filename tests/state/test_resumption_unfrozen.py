@@ -26,7 +26,9 @@ def square() -> nn.Sequential:
 
 def wrap(model: nn.Module, groups: int = 1, **options: Any) -> DCLOptimizer:
     layers = model.parameters() if groups == 1 else [{"params": layer.parameters()} for layer in model]
-    return DCLOptimizer(torch.optim.SGD(layers, lr=0.1, momentum=0.9), model, **{"weight": 1.0} | options)
+    return DCLOptimizer(
+        torch.optim.SGD(layers, lr=0.1, momentum=0.9), model, **{"weight": 1.0, "companion_fraction": 1} | options
+    )
 
 
 def make(parameters: Any) -> torch.optim.Optimizer:

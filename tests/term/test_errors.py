@@ -45,14 +45,15 @@ OF_DCP: dict[str, Case] = {
     "a list": (lambda p, z, y: p([z], y), TypeError, ["logits", "list"]),
 }
 OF_DCL: dict[str, Case] = {
-    "other values": (lambda p, z, y: p(2 * z), ValueError, ["logits", "(16, 5)", "returned"]),
+    "other values": (lambda p, z, y: p(2 * z), ValueError, ["logits", "(16, 5)", "returned", "use torch.no_grad()"]),
+    "a mean of two": (lambda p, z, y: p((z + other_model(z)) / 2), ValueError, ["mean of several calls", "inside"]),
     "some of the rows": (lambda p, z, y: p(z[:8]), ValueError, ["logits", "(8, 5)", "returned"]),
     "another model's logits": (lambda p, z, y: p(other_model(z)), ValueError, ["logits", "(16, 5)", "returned"]),
     "integers": (lambda p, z, y: p(z.long()), TypeError, ["logits", "int64"]),
     "a model's output": (
         lambda p, z, y: p({"logits": z}),
         TypeError,
-        ["dict", "output['logits']"],
+        ["dict with keys 'logits'", "output[...]"],
     ),
 }
 

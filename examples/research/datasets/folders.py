@@ -29,7 +29,9 @@ SOURCES: dict[str, tuple[Callable[[Path, bool], tuple[Listing, Listing]], View]]
     "cifar100": (listings.cifar100, View((32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))),
     "cifar100-224": (listings.cifar100, View((32, 32), *IMAGENET, scaled=LARGE)),  # for networks from ImageNet
     "tiny-imagenet": (listings.tiny_imagenet, View((64, 64), (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821))),
-    "imagenet": (listings.imagenet, View(LARGE, *IMAGENET, crop="resized")),
+    "tiny-imagenet-224": (listings.tiny_imagenet, View((64, 64), *IMAGENET, scaled=LARGE)),
+    "imagenet": (listings.imagenet, FINE),
+    "imagenet-resized": (listings.imagenet, View(LARGE, *IMAGENET, crop="resized")),
     "cub200": (listings.cub200, FINE),
     "pets": (listings.pets, FINE),
     "food101": (listings.food101, FINE),

@@ -16,6 +16,11 @@ from examples.research.methods.plain import Plain
 SHARED = ("weight", "alpha", "distance")
 
 
+def half_squared(z: Tensor, c: Tensor) -> Tensor:
+    r"""The paper's distance as Section 3.2 writes it: :math:`\lVert z_i - c_i\rVert^2/2`."""
+    return distances.squared(z, c) * (0.5 * z.shape[1])
+
+
 class CompanionLearning(Plain):
     """Deep Companion Learning (R. Zhu and V. Saligrama, ECCV 2024): the penalty of :class:`DCLOptimizer`.
 
@@ -24,8 +29,9 @@ class CompanionLearning(Plain):
 
     Args:
         setting: what to train with.
-        options: DCLOptimizer's weight, alpha, distance, companion_lr_scale and companion_fraction; companion_every;
-            companion, a function that builds the network; and those of :class:`Plain`.
+        options: DCLOptimizer's weight, alpha, distance (or "half-squared"), companion_lr_scale and
+            companion_fraction; companion_every; companion, a function that builds the network; and those of
+            :class:`Plain`.
 
     Raises:
         ValueError: an option out of range.
@@ -36,6 +42,7 @@ class CompanionLearning(Plain):
     def __init__(self, setting: Setting, **options: Any) -> None:
         arguments, others = _split(options)
         build = arguments.pop("companion", None)
+        arguments.setdefault("companion_fraction", 1.0)  # what a run has must not change when a default does
         if arguments.pop("companion_every", 1) > 1:
             arguments["alpha"] = 1.0
 
@@ -69,7 +76,9 @@ class CompanionPrototype(Plain):
         random_prototypes: a control: the standard deviation :math:`\ge 0` of prototypes that are drawn from a Gaussian
             at the start, of torch's global generator, and stay. It takes a weight and the distance "squared". Default
             0 for those that learn.
-        options: DCPOptimizer's weight, alpha, distance and update, and those of :class:`Plain`.
+        class_means: Equation 5 as it is written, the sum over the classes of the batch of their rows' mean distance;
+            by default the mean over all rows. It takes a number as weight.
+        options: DCPOptimizer's weight, alpha, distance (or "half-squared") and update, and those of :class:`Plain`.
 
     Raises:
         ValueError: an option out of range, or of prototypes that learn with ``random_prototypes``.
@@ -80,15 +89,22 @@ class CompanionPrototype(Plain):
         setting: Setting,
         *,
         random_prototypes: float = 0.0,
+        class_means: bool = False,
         **options: Any,
     ) -> None:
         check_range("random_prototypes", random_prototypes, 0)
         arguments, others = _split(options)
         self._drawn: nn.Embedding | None = None
+        self._class_means = class_means
+        distance = arguments.get("distance", "mse")
+        self._distance = getattr(distances, distance) if isinstance(distance, str) else distance
+        self._weight = arguments.get("weight", 1.0)
         if not random_prototypes:
+            if class_means:
+                arguments["weight"] = 0.0  # the optimizer's own term then adds nothing, and learns
             super().__init__(setting, partial(DCPOptimizer, num_classes=setting.classes, **arguments), **others)
             return
-        self._weight = arguments.pop("weight", 1.0)
+        arguments.pop("weight", None)
         check_range("weight", self._weight, 0)
         if (arguments.pop("distance", "squared"), arguments.pop("update", "batch")) != (
             "squared",
@@ -105,14 +121,25 @@ class CompanionPrototype(Plain):
         return (*SHARED, "update", *keywords_of(cls.__init__), *super().options())
 
     def _penalty(self, z: Tensor, target: Tensor) -> Tensor | float:
-        if self._drawn is None:
-            term: Tensor = self.main.optimizer.penalty(z, target)
-            return term
-        return self._weight * distances.squared(z, self._drawn(target)).mean()
+        if self._drawn is not None:
+            return self._weight * distances.squared(z, self._drawn(target)).mean()
+        term: Tensor = self.main.optimizer.penalty(z, target)
+        return term + self._weight * self._sum_of_means(z, target) if self._class_means else term
+
+    def _sum_of_means(self, z: Tensor, target: Tensor) -> Tensor:
+        prototypes = self.main.optimizer.prototypes
+        if not len(prototypes):  # before the first step
+            return z.new_zeros(())
+        apart = self._distance(z, prototypes[target])
+        apart = torch.where(prototypes.any(1)[target], apart, 0.0)  # a class that was not seen has zeros
+        rows = torch.bincount(target, minlength=len(prototypes))
+        return (apart / rows[target]).sum()
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The wrapper's arguments, and the options of plain training."""
     others = {name: value for name, value in options.items() if name in Plain.options()}
     arguments = {name: value for name, value in options.items() if name not in others}
+    if arguments.get("distance") == "half-squared":
+        arguments["distance"] = half_squared
     return arguments, others

@@ -20,6 +20,8 @@ from examples.research.paper.training import fits, weights_file
 INSTALL = "pip install -U pip && pip install -e '.[demo]' --group research --group integrations"
 SHARED = ("plain", "dcl", "dcp")  # methods that several processes train together
 GIB = 2**30
+OFFER = " You can use download=True to download it"  # torchvision's, which this command has not
+OWN = "python -m examples.image_classification --paper --images DIR"
 TIMED = 64  # images whose loading is timed
 _SECONDS: dict[tuple[str | None, ...], float] = {}  # for one, by what it depends on
 
@@ -39,6 +41,8 @@ def _packages(works: Sequence[Work]) -> Iterator[str]:
     for work in works:
         chosen = work.configuration
         if chosen.network in ("vit-tiny", "swin-tiny") or work.task in ("reconstruct", "tune"):
+            wanted.add("timm")
+        if chosen.augmentation == "rand":
             wanted.add("timm")
         if work.task in ("reconstruct", "tune"):
             wanted.add("transformers")
@@ -69,6 +73,7 @@ def _processes(works: Sequence[Work], session: Session) -> Iterator[str]:
         return
     alone = {work.configuration.method for work in works} - set(SHARED)
     alone |= {work.task for work in works} & {"distill", "fixmatch"}
+    alone |= {"class_means" for work in works if work.configuration.options.get("class_means")}
     if alone:
         yield f"{', '.join(sorted(alone))}: trained by one process alone: start these rows without torchrun"
     for size in sorted({work.configuration.batch_size for work in works}):
@@ -77,27 +82,44 @@ def _processes(works: Sequence[Work], session: Session) -> Iterator[str]:
 
 
 def _data(works: Sequence[Work], session: Session) -> Iterator[str]:
-    by_name = {work.configuration.data: work for work in works}
+    yield from _folders(works, session)
+    by_name = {work.configuration.data: work for work in works if not is_missing(work, session)}
+    unreadable = set()
     for name, work in sorted(by_name.items()):
+        if PLACES[name] in unreadable:
+            continue
         place = folder(name, session.data)
         try:
             data = load(work, session, 0)
             x, _ = next(iter(data.fixed("test", 1)))
         except (ValueError, ImportError, OSError) as error:
-            yield f"{error}; to get it: {FETCH[name].replace('ROOT', str(session.data))}"
+            unreadable.add(PLACES[name])
+            why = str(error).replace(OFFER, "")
+            yield f"{why}; {session.data / PLACES[name]} is damaged or of another layout; to get it again: " + _fetch(
+                name, session
+            )
             continue
         found = data.sizes()
         if found != SIZES[name]:
-            yield f"{name} in {place} has {_sizes(found)}, but the whole data set has {_sizes(SIZES[name])}"
+            whole = f"but the whole data set has {_sizes(SIZES[name])}"
+            yield f"{name} in {place} has {_sizes(found)}, {whole}; for images of your own: {OWN}"
         if tuple(x.shape[1:]) != Blank(name).shape:
             yield f"{name} in {place} has images of {tuple(x.shape[1:])}, not of {Blank(name).shape}"
 
 
 def _folders(works: Sequence[Work], session: Session) -> Iterator[str]:
-    for name in sorted({work.configuration.data for work in works}):
-        place = session.data / PLACES[name]
-        if not place.exists():
-            yield f"{name} is not in {place}; to get it: {FETCH[name].replace('ROOT', str(session.data))}"
+    missing = {PLACES[work.configuration.data]: work for work in works if is_missing(work, session)}
+    for place, work in sorted(missing.items()):
+        yield f"{session.data / place} is missing; to get it: {_fetch(work.configuration.data, session)}"
+
+
+def is_missing(work: Work, session: Session) -> bool:
+    """Whether the folder of its images is not there."""
+    return not (session.data / PLACES[work.configuration.data]).exists()
+
+
+def _fetch(name: str, session: Session) -> str:
+    return FETCH[name].replace("ROOT", str(session.data))
 
 
 def _sizes(sizes: tuple[int, int, int]) -> str:

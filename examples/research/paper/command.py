@@ -27,7 +27,8 @@ def parser() -> argparse.ArgumentParser:
     made = Parser(prog=PROGRAM, description=DESCRIPTION, epilog=f"`{PROGRAM}` alone names the tables.")
     made.add_argument("table", nargs="?", choices=tables.NAMES, metavar="TABLE", help=", ".join(tables.NAMES))
     made.add_argument("row", nargs="*", metavar="ROW", help="its rows, or how their names begin (default: all)")
-    made.add_argument("--list", action="store_true", help="show rows, settings, the paper's numbers and the hours")
+    made.add_argument("--list", action="store_true", help="show rows, settings and the paper's numbers")
+    made.add_argument("--hours", action="store_true", help="--list, with the time of a seed here, from timed steps")
     made.add_argument("--smoke", action="store_true", help="train and measure two steps of each row, on your data")
     made.add_argument("--seeds", type=number(int, 1), default=3, help="runs of each row (default 3)")
     made.add_argument("--epochs", type=number(int, 1), help="of all rows (default: the paper's)")
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     made = parser()
     options = made.parse_args(arguments)
-    if options.table is None and not (options.list or options.smoke):
+    if options.table is None and not (options.list or options.hours or options.smoke):
         print(overview())
         return
     session = connected(
@@ -59,13 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipe = Recipe(options.settings, options.augmentation, options.epochs, batch, PRECISIONS[options.precision])
     known = tables.build(recipe)
     try:
-        chosen = {name: select(table, options.row) for name, table in known.items() if options.table in (None, name)}
+        chosen = {
+            name: select(table, options.row, known) for name, table in known.items() if options.table in (None, name)
+        }
         if options.smoke:
             sys.exit(smoke.run(chosen, session))
-        elif not options.list:
+        elif not (options.list or options.hours):
             runs.run(known[options.table], chosen[options.table], options.seeds, session, recipe.changes())
         elif session.first:
-            print(rows_of(known, chosen, session))
+            print(rows_of(known, chosen, session if options.hours else None))
     except (ValueError, ImportError) as error:
         if session.first:
             print(f"{PROGRAM}: error: {error}", file=sys.stderr)

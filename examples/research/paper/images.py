@@ -31,13 +31,19 @@ FETCH = {
     "food101": "python -c 'from torchvision.datasets import Food101; Food101(\"ROOT\", download=True)'",
     "cars": "by hand, as torchvision's StanfordCars describes; its makers' page is gone",
 }
-FETCH["cifar100-224"] = FETCH["cifar100"]
+FETCH |= {
+    "cifar100-224": FETCH["cifar100"],
+    "tiny-imagenet-224": FETCH["tiny-imagenet"],
+    "imagenet-resized": FETCH["imagenet"],
+}
 PLACES = {
     "cifar10": "cifar-10-batches-py",
     "cifar100": "cifar-100-python",
     "cifar100-224": "cifar-100-python",
     "tiny-imagenet": "tiny-imagenet-200",
+    "tiny-imagenet-224": "tiny-imagenet-200",
     "imagenet": "imagenet",
+    "imagenet-resized": "imagenet",
     "cub200": "CUB_200_2011",
     "pets": "oxford-iiit-pet",
     "food101": "food-101",
@@ -47,7 +53,7 @@ PLACES = {
 
 def folder(name: str, root: Path) -> Path:
     """The folder that a data set's own files are in: of ImageNet's train/ and val/ it is imagenet."""
-    return root / "imagenet" if name == "imagenet" else root
+    return root / "imagenet" if PLACES[name] == "imagenet" else root
 
 
 def load(work: Work, session: Session, seed: int) -> Folders | Stream:

@@ -1,4 +1,7 @@
-"""One training from its checkpoint to its end: progress, a checkpoint after each epoch, and what a signal does."""
+"""One training from its checkpoint to its end: progress, a checkpoint after each epoch, and what a signal does.
+
+The end is the last epoch, or the first one whose loss is not finite.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class Signals:
 
 
 def train(training: Training, checkpoint: Path, signals: Signals, say: Callable[[str], None]) -> None:
-    """Train to the last epoch, from the checkpoint if there is one.
+    """Train to the end, from the checkpoint if there is one.
 
     Raises:
         Stopped: a signal came; the checkpoint has the step that was reached.
@@ -64,12 +67,12 @@ def train(training: Training, checkpoint: Path, signals: Signals, say: Callable[
             session.wait()
             raise Stopped(signals.number or signal.SIGTERM)
 
-    while training.epochs < epochs:
+    while training.epochs < epochs and training.diverged is None:
         begin, waited, first = time.perf_counter(), training.waited, training.batches
         for _ in training.steps():
             stop_if_asked()
         seconds = time.perf_counter() - begin
-        if session.first:
+        if session.first and training.diverged is None:
             training.measure()
         save()
         session.wait()
@@ -77,6 +80,9 @@ def train(training: Training, checkpoint: Path, signals: Signals, say: Callable[
         steps = training.steps_in_all() // epochs
         whole = seconds * steps / max(1, steps - first)  # of an epoch that goes on in its middle
         left = (whole + measured) * (epochs - training.epochs)
+        if training.diverged is not None:
+            say(f"epoch {training.epochs}/{epochs}: loss {training.losses[-1]}: diverged, the run ends here")
+            continue
         shown = f"test accuracy {100 * training.history[-1]:.2f} %, " if training.history else ""
         say(
             f"epoch {training.epochs}/{epochs}: {shown}loss {training.losses[-1]:.4f}, {seconds:.1f} s, of which "
@@ -87,7 +93,7 @@ def train(training: Training, checkpoint: Path, signals: Signals, say: Callable[
 
 def duration(seconds: float) -> str:
     """A time in the unit that suits it."""
-    for unit, name in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+    for unit, name in ((365 * 86400.0, "years"), (86400.0, "days"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.1f} {name}"
     return f"{seconds:.0f} s"

@@ -53,7 +53,7 @@ class Row:
         column: of the table.
         work: what makes the number.
         paper: the paper's, in per cent; None where it has a figure only.
-        error: the paper's standard error, or a bound of it; None where it gives none.
+        error: the paper's standard error; None where it gives none, or only a bound.
         companion: the paper's accuracy of the companion.
     """
 
@@ -68,6 +68,11 @@ class Row:
     def name(self) -> str:
         """What the command line calls it."""
         return f"{_slug(self.line)}/{_slug(self.column)}"
+
+    def is_meant(self, name: str) -> bool:
+        """Whether this is its name, or how it begins up to a slash; also with the column first."""
+        column_first = f"{_slug(self.column)}/{_slug(self.line)}"
+        return any(f"{one}/".startswith(f"{name}/") for one in (self.name, column_first))
 
 
 @dataclass(frozen=True)
@@ -87,21 +92,23 @@ class Table:
     remark: str = ""
 
 
-def select(table: Table, names: Sequence[str]) -> list[Row]:
-    """The rows of these names, or of names that begin with them up to a slash; all for no name.
+def select(table: Table, names: Sequence[str], others: Mapping[str, Table] | None = None) -> list[Row]:
+    """The rows that are meant by these names; all for no name.
 
     Raises:
-        ValueError: a name is of no row.
+        ValueError: a name is of no row; the message has those of ``others`` that know it.
     """
     if not names:
         return list(table.rows)
-    found = {name: [row for row in table.rows if f"{row.name}/".startswith(f"{name}/")] for name in names}
-    for name, rows in found.items():
-        if not rows:
+    for name in names:
+        if not any(row.is_meant(name) for row in table.rows):
+            elsewhere = [key for key, other in (others or {}).items() if any(row.is_meant(name) for row in other.rows)]
+            if elsewhere:
+                raise ValueError(f"row {name!r} is of another table: {', '.join(elsewhere)}")
             known = [row.name for row in table.rows]
             near = difflib.get_close_matches(name, [*known, *(one.partition("/")[0] for one in known)]) or known
             raise ValueError(f"row {name!r} is unknown; choose from {', '.join(dict.fromkeys(near))}")
-    return [row for row in table.rows if any(row in rows for rows in found.values())]
+    return [row for row in table.rows if any(row.is_meant(name) for name in names)]
 
 
 def works(rows: Iterable[Row]) -> list[Work]:

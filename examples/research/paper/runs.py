@@ -46,7 +46,12 @@ def run(table: Table, rows: Sequence[Row], seeds: int, session: Session, changed
     with Signals() as signals:
         try:
             for number, (work, seed) in enumerate(wanted, 1):
-                one(work, seed, session, signals, f"{number}/{len(wanted)} {name_of(work, rows)}")
+                label = f"{number}/{len(wanted)} {name_of(work, rows)}"
+                if work.needs is not None and _has_diverged(work.needs, path):
+                    if session.first:
+                        print(f"{label}, seed {seed}: not trained, what it begins with has diverged", flush=True)
+                    continue
+                one(work, seed, session, signals, label)
                 gc.collect()  # the hooks of a network refer to it, and hold its memory on the device
         except Stopped as stopped:
             if session.first:
@@ -72,6 +77,10 @@ def results(path: Path) -> dict[str, list[Record]]:
     for record in records.read(path):
         found.setdefault(record["key"], []).append(record)
     return found
+
+
+def _has_diverged(work: Work, path: Path) -> bool:
+    return any("diverged" in record for record in results(path).get(work.key(0), ()) if record["seed"] == 0)
 
 
 def check(wanted: Sequence[Work], session: Session) -> None:
@@ -111,17 +120,27 @@ def one(work: Work, seed: int, session: Session, signals: Signals, label: str) -
 
     train(training, checkpoint, signals, say)
     if session.first:
-        if seed == 0 and keeps(work):
-            training.save_weights()
-        record = {"key": work.key(0), "label": label, "seed": seed, "work": work.as_dict()} | training.figures()
+        record = {"key": work.key(0), "label": label, "seed": seed, "work": work.as_dict()}
+        record |= _outcome(training)
         record |= {"images": training.data.train_size(), "class_names": list(training.data.class_names)}
-        if training.draws():
-            save_atomically(training.drawings(), figures.file(session.out / "figures", work.key(0), seed))
         record |= records.circumstances(str(session.device), torch.get_num_threads())
         record |= {"command": shlex.join(sys.argv), "processes": session.processes}
         records.append(record, session.out / RESULTS)
         checkpoint.unlink(missing_ok=True)
     session.wait()
+
+
+def _outcome(training: Training) -> dict[str, Any]:
+    """What a run has reached; it leaves weights for others and what the figures show."""
+    if training.diverged is not None:
+        return {"diverged": training.diverged, "accuracy": {}, "history": training.history}
+    work, seed = training.work, training.seed
+    if seed == 0 and keeps(work):
+        training.save_weights()
+    if training.draws():
+        folder = training.session.out / "figures"
+        save_atomically(training.drawings(), figures.file(folder, work.key(0), seed))
+    return training.figures()
 
 
 def keeps(work: Work) -> bool:

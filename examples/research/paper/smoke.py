@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
+from examples.research.datasets.folders import Folders
 from examples.research.paper.checks import problems
-from examples.research.paper.images import load
+from examples.research.paper.images import Stream, load
 from examples.research.paper.rows import Row, Work, works
 from examples.research.paper.session import Session
 from examples.research.paper.training import Training
@@ -35,7 +36,13 @@ def run(chosen: Mapping[str, Sequence[Row]], session: Session) -> int:
         label = ", ".join(names.get(_like(work), ["what others need"]))
         clock = time.perf_counter()
         try:
-            said = "ok    " + _tried(work, replace(session, random_needs=True))
+            data = load(work, session, 0)
+        except (ValueError, ImportError, OSError):  # said above, once for all rows
+            say(f"{label}: FAILED, its data cannot be read", flush=True)
+            failed += 1
+            continue
+        try:
+            said = "ok    " + _tried(work, replace(session, random_needs=True), data)
         except Exception as error:  # whatever it is, the other rows are tried
             said = f"FAILED {type(error).__name__}: {error}"
             failed += 1
@@ -55,8 +62,8 @@ def _like(work: Work) -> str:
     return replace(work, needs=None).key(0)
 
 
-def _tried(work: Work, session: Session) -> str:
-    training = Training(work, 0, session, load(work, session, 0))
+def _tried(work: Work, session: Session, data: Folders | Stream) -> str:
+    training = Training(work, 0, session, data)
     steps = training.steps()
     count = sum(1 for _ in islice(steps, STEPS))
     steps.close()  # type: ignore[attr-defined]

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from examples.research.paper.recipes import CIFAR100, IMAGENET, TINY, TRANSFORMER, WIDE, Recipe
+from examples.research.paper.recipes import (
+    CIFAR100,
+    CLASS_MEANS,
+    HALF_SQUARED,
+    IMAGENET,
+    LARGE_IMAGES,
+    SMALL_IMAGES,
+    TINY,
+    TRANSFORMER,
+    WIDE,
+    Recipe,
+)
 from examples.research.paper.rows import Row, Table
 
 NETWORKS = {
@@ -59,21 +70,23 @@ def main(recipe: Recipe) -> Table:
         line, plain = f"CIFAR-100 {network}", replace(CIFAR100, network=NETWORKS[network])
         enlarged = replace(plain, data="cifar100-224", epochs=60, lr=0.02)
         rows += [
-            Row(line, "CE", recipe.work(plain), ce, 0.26),
-            Row(line, "PT", recipe.work(enlarged, pretrained=True), pretrained, 0.26),
-            Row(line, "DCL", recipe.work(plain, "dcl"), dcl, 0.26),
+            Row(line, "CE", recipe.work(plain), ce),
+            Row(line, "PT", recipe.work(enlarged, pretrained=True), pretrained),
+            Row(line, "DCL", recipe.work(plain, "dcl"), dcl),
         ]
     for data, base, found in (("Tiny-ImageNet", TINY, TINY_IMAGENET), ("ImageNet", IMAGENET, IMAGENET_1K)):
         for network, (ce, dcl) in found.items():
             like = TRANSFORMER if network in ("ViT-T", "Swin-T") else base
             line, plain = f"{data} {network}", replace(like, network=NETWORKS[network])
             rows += [
-                Row(line, "CE", recipe.work(plain), ce, 0.2),
-                Row(line, "DCL", recipe.work(plain, "dcl"), dcl, 0.2),
+                Row(line, "CE", recipe.work(plain), ce),
+                Row(line, "DCL", recipe.work(plain, "dcl"), dcl),
             ]
     remark = (
-        "The paper's Gain is DCL minus CE. Open in the paper, chosen here: PT's 60 epochs with a rate of 0.02, AdamW's "
-        "rate of 2.5e-4 and weight decay of 0.05, ImageNet's weight decay of 1e-4, RandAugment's strength of 9."
+        f"{HALF_SQUARED}. The paper's Gain is DCL minus CE. Its errors are bounds, within 0.26 on CIFAR-100 and 0.2 on "
+        "the others, and Table 2 has 0.32 for CE: none is shown. Open in the paper, chosen here: PT's 60 epochs of SGD "
+        "with a rate of 0.02 and a weight decay of 5e-4, AdamW's rate of 2.5e-4 and weight decay of 0.05, no warm-up, "
+        f"ImageNet's weight decay of 1e-4. {SMALL_IMAGES}; {LARGE_IMAGES}."
     )
     return Table("CE, fine-tuned from ImageNet (PT), and DCL; three data sets, six networks", "Table 1", rows, remark)
 
@@ -86,7 +99,11 @@ def baselines(recipe: Recipe) -> Table:
         method, options = METHODS[label]
         for (column, plain), (paper, error) in zip(places.items(), numbers, strict=False):
             rows.append(Row(label, column, recipe.work(plain, method, options=options), paper, error))
-    remark = "The rivals have their authors' settings for CIFAR-100. Ours (MSE) of Table 2 is DCL."
+    remark = (
+        "The rivals have their authors' settings for CIFAR-100, on ImageNet too, where the paper has tuned them with "
+        "batches of 256. Ours (MSE) of Table 2 is DCL. CE's error of 0.32 is larger than Table 1's bound of 0.26. "
+        f"{CLASS_MEANS}. {HALF_SQUARED}. {LARGE_IMAGES}."
+    )
     return Table("DCL and DCP beside DML, SAM, PS-KD, SAF and GAM", "Tables 2 and 8", rows, remark)
 
 
@@ -104,7 +121,10 @@ def augmentations(recipe: Recipe) -> Table:
                 Row(f"{data} {name}", column, recipe.work(chosen, method), paper)
                 for column, method, paper in zip(("CE", "DCL"), ("plain", "dcl"), pair, strict=True)
             ]
-    remark = "Basic has Table 1's numbers on ImageNet, so it has RandAugment here too, as the paper's appendix says."
+    remark = (
+        "Basic has Table 1's numbers on ImageNet, so it has RandAugment here too, as the paper's appendix says. "
+        f"{LARGE_IMAGES}."
+    )
     return Table("Crop and mirror (Basic), and TrivialAugment (TA)", "Table 7", rows, remark)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -77,7 +78,7 @@ class Training(Run):
         """An optimizer with DCL around it, where the configuration has it."""
         if self.configuration.method != "dcl":
             return base
-        return DCLOptimizer(base, model, **{**self.configuration.options, **more})
+        return DCLOptimizer(base, model, **{"companion_fraction": 1.0, **self.configuration.options, **more})
 
     def take_over(self, network: nn.Module) -> None:
         """Load the weights of the training that this one needs."""
@@ -117,6 +118,11 @@ class Training(Run):
     def epochs(self) -> int:
         """How many epochs are over."""
         return len(self.losses)
+
+    @property
+    def diverged(self) -> int | None:
+        """The first epoch whose loss is not finite; None while there is none."""
+        return next((epoch for epoch, loss in enumerate(self.losses, 1) if not math.isfinite(loss)), None)
 
     def predictors(self) -> dict[str, Predictor]:
         """See :meth:`Run.predictors`; the first process predicts alone, so it must not wait for the others' buffers."""

@@ -1,10 +1,13 @@
 """Augmentations against brute force: every crop and mirror image that there can be."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
 from torchvision.transforms import v2
 
 from examples.research import augmentations
@@ -154,3 +157,23 @@ def test_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match=r"cuts 16 pixels out of \(8, 8\); choose 'basic'"):
         training("authors", View((8, 8), SMALL.mean, SMALL.std))
     assert augmentations.check("basic") == "basic"
+
+
+def test_rand_is_timms_with_the_setting_of_its_recipes():
+    """For each seed what timm gives if Python's and numpy's generators begin with the number that torch draws."""
+    view = View((64, 64), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), crop="cut")
+    options = {"translate_const": 28, "img_mean": (124, 116, 104)}
+    timms = rand_augment_transform("rand-m9-mstd0.5-inc1", options)
+    ours, image = augmentations.TimmRandAugment(view), picture(64)
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 - timm's own
+    found = [pixels(seeded(ours, image, seed)) for seed in range(20)]
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+    for seed, one in enumerate(found):
+        number = int(torch.randint(2**31, (), generator=torch.Generator().manual_seed(seed)))
+        random.seed(number)
+        np.random.seed(number)  # noqa: NPY002
+        assert torch.equal(one, pixels(timms(image)))
+    assert len({one.numpy().tobytes() for one in found}) > 10
+    with_names = [type(step).__name__ for step in training("rand", view).transforms]
+    assert with_names[:4] == ["Resize", "RandomCrop", "RandomHorizontalFlip", "TimmRandAugment"]
+    random.setstate(before[0])

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from examples.research.methods import Method, make
+from examples.research.methods.companion import half_squared
 from examples.research.tests.test_methods import (
     CLASSES,
     FEATURES,
@@ -358,6 +359,33 @@ def test_random_prototypes_are_there_from_the_start_and_stay() -> None:
     torch.testing.assert_close(twice, 2 * same)
     assert not torch.equal(same, other)
     assert_resumes(lambda seed: started("dcp", seed=seed, random_prototypes=2.0), STEPS + 1)
+
+
+def test_dcp_by_a_sum_of_class_means_is_equation_5_as_it_is_written() -> None:
+    """By hand: a class weighs 1 in each batch, however many rows it has; its first batch has no penalty."""
+    options = {"weight": 0.5, "alpha": 0.6, "update": "batch", "distance": "half-squared", "class_means": True}
+    method = started("dcp", by_hand(), **options)
+    net, prototypes = twin(method), {}
+    for batch in batches():
+        epoch, _, x, y, _ = batch
+        advance(method, batch)
+        z = net(x)
+        loss = cross_entropy(z, y)
+        for k in set(y.tolist()) & prototypes.keys():
+            loss = loss + 0.5 * (z[y == k] - prototypes[k]).square().sum(1).mean() / 2
+        means = {k: z[y == k].mean(0).detach() for k in set(y.tolist())}
+        descend(net, loss, epoch)
+        for k, mean in means.items():
+            prototypes[k] = 0.6 * prototypes[k] + 0.4 * mean if k in prototypes else mean
+    assert_close(method.networks()["model"], net)
+    assert_resumes(lambda seed: started("dcp", seed=seed, **options), STEPS + 1)
+
+
+def test_half_the_squared_norm_is_half_as_many_times_the_mean_as_there_are_classes() -> None:
+    """For DCL, which is then the wrapper with such a function."""
+    z, c = torch.tensor([[1.0, 3.0, 0.0, 2.0]]), torch.tensor([[0.0, 1.0, 0.0, 0.0]])
+    assert half_squared(z, c).tolist() == [4.5]
+    assert "distance=half_squared" in repr(started("dcl", distance="half-squared").main.optimizer)
 
 
 def test_random_prototypes_do_not_learn() -> None:

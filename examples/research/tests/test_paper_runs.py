@@ -18,6 +18,7 @@ import torch
 
 from examples.research.applications.masked_autoencoder import networks as autoencoders
 from examples.research.configuration import Configuration
+from examples.research.methods.companion import CompanionPrototype
 from examples.research.paper import checks, estimate, runs
 from examples.research.paper.command import main
 from examples.research.paper.images import load
@@ -168,9 +169,16 @@ def test_all_that_is_missing_is_in_one_message(tmp_path, capsys, monkeypatch):
     hidden = ["timm", "pytorch_optimizer"]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in hidden else known(name))
     for arguments, wanted in (
-        (["main"], ("timm", "cifar100 ", "tiny-imagenet", "imagenet ", "resnet18", "shufflenetv2", "curl")),
+        (
+            ["main"],
+            ("timm", "cifar-100-python is", "tiny-imagenet-200 is", "imagenet is", "resnet18", "shufflenetv2", "curl"),
+        ),
+        (["augmentations", "imagenet-resnet50-basic"], ("timm",)),
         (["baselines"], ("pytorch_optimizer", "pip install", "--group research", "CIFAR100")),
-        (["fine-tuning"], ("cub200", "oxford-iiit-pet", "food101", "cars", "efficientnet_b0")),
+        (
+            ["fine-tuning"],
+            ("CUB_200_2011 is", "oxford-iiit-pet is", "food-101 is", "stanford_cars is", "efficientnet_b0"),
+        ),
     ):
         with pytest.raises(SystemExit):
             main([*arguments, f"--data-root={tmp_path / 'none'}", f"--out={tmp_path / 'out'}", "--device=cpu"])
@@ -182,7 +190,7 @@ def test_all_that_is_missing_is_in_one_message(tmp_path, capsys, monkeypatch):
         main(["main", f"--data-root={tmp_path / 'none'}", f"--out={tmp_path / 'out'}", "--device=cpu"])
     said = capsys.readouterr().err
     assert "packages timm, torchvision are not installed" in said
-    assert "imagenet is not in" in said
+    assert "imagenet is missing" in said
     assert not (tmp_path / "out" / "checkpoints").exists()
 
 
@@ -198,11 +206,34 @@ def test_a_folder_of_another_size_a_small_disk_and_a_wrong_network_are_refused(f
     assert "has 4 classes, 16 training and 4 test images" in checks.problems([work], session)[0]
 
 
+def test_data_that_cannot_be_read_is_said_once(files, tmp_path, capsys):
+    """CIFAR-100 of three rows in two sizes: missing, then damaged."""
+    root = tmp_path / "mine"
+    command = ["main", "cifar-100-shufflenetv2", f"--data-root={root}", f"--out={tmp_path / 'out'}", "--device=cpu"]
+    for state in ("missing", "damaged"):
+        if state == "damaged":
+            shutil.copytree(files / "cifar-100-python", root / "cifar-100-python")
+            (root / "cifar-100-python" / "train").unlink()
+        for more in ([], ["--smoke"]):
+            with pytest.raises(SystemExit) as ended:
+                main([*command, *more])
+            assert ended.value.code == (1 if more else 2)
+            shown = "".join(capsys.readouterr())
+            assert shown.count(str(root / "cifar-100-python")) == 1
+            assert shown.count("from torchvision.datasets import CIFAR100") == 1
+            assert f"{root / 'cifar-100-python'} is {state}" in shown
+            assert "You can use" not in shown
+            assert shown.count(": FAILED, its data cannot be read") == (3 if more else 0)
+
+
 def test_methods_that_need_one_process_and_batches_that_do_not_divide_are_refused(session):
     two = replace(session, processes=3)
     found = checks.problems([WORKS["bagging"], WORKS["FixMatch"]], two)
     assert found[0] == "bagging, fixmatch: trained by one process alone: start these rows without torchrun"
     assert found[1] == "batches of 2 do not divide among 3 processes: choose --batch-size"
+    means = Work(replace(SMALL, method="dcp", batch_size=3, options=SETTINGS["paper"]["dcp"] | {"class_means": True}))
+    assert checks.problems([means], two)[0].startswith("class_means: trained by one process alone")
+    assert checks.problems([replace(means, configuration=replace(SMALL, batch_size=3))], two) == []
 
 
 def test_a_small_run_ends_with_the_table_and_is_not_made_again(files, tmp_path, capsys, priced, monkeypatch):
@@ -217,7 +248,7 @@ def test_a_small_run_ends_with_the_table_and_is_not_made_again(files, tmp_path, 
         first,
         re.M,
     )
-    assert re.search(r"\| Accuracy \| \d+\.\d\d ± \d+\.\d\d \(80\.2 ± 0\.26\)", first)
+    assert re.search(r"\| Accuracy \| \d+\.\d\d ± \d+\.\d\d, n = 2; paper 80\.2", first)
     found = [json.loads(line) for line in (tmp_path / runs.RESULTS).read_text().splitlines()]
     assert [record["seed"] for record in found] == [0, 1]
     for record in found:
@@ -253,6 +284,72 @@ def test_the_figures_are_drawn(files, tmp_path, capsys, priced):
     command = ["figures", "shufflenetv2", "--epochs=2", "--seeds=1", "--batch-size=8", "--workers=0"]
     main([*command, "--settings=package", f"--data-root={files}", f"--out={tmp_path}", "--device=cpu"])
     shown = capsys.readouterr().out
-    assert re.search(r"^\| ShuffleNetV2, DCL \| \d\.\d\d \| \d\.\d\d \|$", shown, re.M)
+    assert re.search(r"^\| ShuffleNetV2, DCL \| \d\.\d\d, n = 1 \| \d\.\d\d, n = 1 \|$", shown, re.M)
     drawn = {path.stem for path in Path(tmp_path / "figures").glob("*.png")}
     assert drawn == {"consistency", "perplexity", "non-targets", "variation", "trajectory", "clusters"}
+
+
+def test_gains_are_of_the_same_seeds(files, tmp_path, capsys, priced):
+    """Of two seeds, and of the records' accuracies."""
+    rows = ["cifar-100-resnet18/ce", "cifar-100-resnet18/dcl"]
+    command = ["main", *rows, "--epochs=1", "--seeds=2", "--batch-size=8", "--workers=0", "--settings=package"]
+    main([*command, f"--data-root={files}", f"--out={tmp_path}", "--device=cpu"])
+    shown = capsys.readouterr().out
+    found = [json.loads(line) for line in (tmp_path / runs.RESULTS).read_text().splitlines()]
+    ce, dcl = (
+        {r["seed"]: 100 * r["accuracy"]["model"] for r in found if r["work"]["configuration"]["method"] == method}
+        for method in ("plain", "dcl")
+    )
+    mean = sum(dcl[seed] - ce[seed] for seed in (0, 1)) / 2
+    line = rf"^CIFAR-100 ResNet18: DCL - CE = {re.escape(f'{mean:+.2f}')} ± \S+ \(\S+ to \S+\) in 2 paired seeds; the"
+    assert re.search(line + r" paper 4\.1", shown, re.M), shown
+
+
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_run_that_diverges_ends_with_its_epoch_and_is_named(files, tmp_path, capsys, priced, monkeypatch):
+    """DCP with the seed 1, in epoch 2 of 3: two steps an epoch, so that its third penalty is the ninth of both runs."""
+    original, calls = CompanionPrototype._penalty, itertools.count(1)
+
+    def penalty(method, z, target):
+        return original(method, z, target) * (math.nan if next(calls) == 9 else 1.0)
+
+    monkeypatch.setattr(CompanionPrototype, "_penalty", penalty)
+    rows = ["cifar-100-resnet18/ce", "cifar-100-resnet18/dcp"]
+    command = ["readings", *rows, "--epochs=3", "--seeds=2", "--batch-size=8", "--workers=0", "--settings=package"]
+    command += [f"--data-root={files}", f"--out={tmp_path}", "--device=cpu"]
+    main(command)
+    shown = capsys.readouterr().out
+    assert "cifar-100-resnet18/dcp, seed 1: epoch 2/3: loss nan: diverged, the run ends here\n" in shown
+    assert "cifar-100-resnet18/dcp, seed 0: epoch 3/3" in shown
+    assert "cifar-100-resnet18/dcp, seed 1: epoch 3/3" not in shown
+    assert re.search(r"\| \d+\.\d\d, n = 1; paper 81\.0; seed 1 diverged in epoch 2 \|", shown), shown
+    assert re.search(r"CIFAR-100 ResNet18: DCP - CE = \S+ in 1 paired seed; the paper 2\.7", shown), shown
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    main(command)
+    assert capsys.readouterr().out == shown[shown.index("Equation 5, Section 3.2") :]
+
+
+def test_a_loss_that_is_not_finite_ends_a_resumed_run_too(session):
+    training, path, said = made(WORKS["plain"], session), session.out / "one.pt", []
+    training.losses = [1.0, math.inf]
+    training.configuration = replace(SMALL, epochs=4)
+    training.save(path)
+    again = made(WORKS["plain"], session)
+    again.configuration = replace(SMALL, epochs=4)
+    with Signals() as signals:
+        train(again, path, signals, said.append)
+    assert said == ["goes on after epoch 2 and 0 steps"]
+    assert again.diverged == 2
+
+
+def test_what_begins_with_a_diverged_run_is_not_trained(files, tmp_path, capsys, priced, monkeypatch):
+    monkeypatch.setattr(autoencoders, "SIZE", TINY)
+    monkeypatch.setattr(Training, "diverged", property(lambda self: 1 if self.work.task == "reconstruct" else None))
+    monkeypatch.setattr(runs, "train", lambda *given: None)
+    command = ["self-supervised", "mae/oxford-pet", "--epochs=1", "--seeds=2", "--batch-size=16", "--workers=0"]
+    main([*command, f"--data-root={files}", f"--out={tmp_path}", "--device=cpu"])
+    shown = capsys.readouterr().out
+    for label in ("2/3 mae/oxford-pet, seed 0", "3/3 mae/oxford-pet, seed 1"):
+        assert f"{label}: not trained, what it begins with has diverged\n" in shown
+    assert "| MAE | what it begins with diverged in epoch 1 |" in shown
+    assert not (tmp_path / "weights").exists()

@@ -28,6 +28,8 @@ SOME = [
     ("companion-data", "accuracy/50"),
     *(("alpha", name) for name in ("accuracy/t-1-t", "accuracy/double-rate")),
     *(("ensembles", f"n-2/{name}") for name in ("voting", "bagging", "snapshot")),
+    *(("readings", f"{name}/dcp") for name in ("a-sum-of-class-means", "half-the-squared-norm")),
+    ("readings", "imagenet-resnet50-randomresizedcrop/ce"),
     ("figures", "shufflenetv2/dcl"),
 ]
 
@@ -75,4 +77,6 @@ def test_what_a_whole_run_would_refuse_is_said(files, tmp_path, capsys, monkeypa
     with pytest.raises(SystemExit):
         main(["ensembles", "n-2/snapshot", "--smoke", f"--data-root={files}", f"--out={tmp_path}", "--workers=0"])
     said = "cifar100 in {} has 4 classes, 16 training and 4 test images, but the whole data set has 100 classes, 50,000"
-    assert f"would be refused: {said.format(files)}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"would be refused: {said.format(files)}" in shown
+    assert "for images of your own: python -m examples.image_classification --paper --images DIR" in shown

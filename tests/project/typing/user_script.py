@@ -28,7 +28,9 @@ def plain_loop(path: Path) -> dict[str, float]:
     """The loop with a scheduler, and a checkpoint that a second optimizer goes on from."""
     model = network()
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = DCLOptimizer(base, model, weight=lambda t: min(0.5, t / 20), alpha=lambda t: (t - 1) / t)
+    optimizer = DCLOptimizer(
+        base, model, weight=lambda t: min(0.5, t / 20), alpha=lambda t: (t - 1) / t, companion_fraction=1
+    )
     scheduler = CosineAnnealingLR(optimizer, T_max=5)
     for _ in range(5):
         x, y = batch()
@@ -40,7 +42,7 @@ def plain_loop(path: Path) -> dict[str, float]:
     optimizer.detach()
     checkpoint = torch.load(path, weights_only=True)
     model.load_state_dict(checkpoint["model"])
-    resumed = DCLOptimizer(base, model)
+    resumed = DCLOptimizer(base, model, companion_fraction=1)
     resumed.load_state_dict(checkpoint["optimizer"])
     return resumed.logs()
 
@@ -56,6 +58,7 @@ def closure_loop() -> float:
         companion=network(),
         companion_optimizer=lambda weights: torch.optim.AdamW(weights, lr=1e-3),
         logits=lambda output: output,
+        companion_fraction=1,
     )
     x, y = batch()
 
