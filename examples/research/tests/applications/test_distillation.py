@@ -23,7 +23,7 @@ def sgd(made):
 
 
 def with_dcl(made, weight=1.0):
-    return DCLOptimizer(sgd(made), made.model, weight=weight, alpha=0.6)
+    return DCLOptimizer(sgd(made), made.model, weight=weight, alpha=0.6, companion_fraction=1)
 
 
 def test_the_losses_are_put_together_as_published():

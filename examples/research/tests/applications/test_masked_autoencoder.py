@@ -28,7 +28,9 @@ def autoencoder(seed=0):
 
 def with_dcl(model, weight=1.0):
     options = {"distance": "squared", "logits": attrgetter("logits")}
-    return DCLOptimizer(torch.optim.AdamW(model.parameters()), model, weight=weight, alpha=0.6, **options)
+    return DCLOptimizer(
+        torch.optim.AdamW(model.parameters()), model, weight=weight, alpha=0.6, companion_fraction=1, **options
+    )
 
 
 def pictures(count=3, seed=1):
