@@ -68,6 +68,15 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+def _leaves_out_gpu(config):
+    return config.option.markexpr == DEFAULT and not torch.cuda.is_available()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if _leaves_out_gpu(config):
+        terminalreporter.write_line("Tests that need a GPU are left out: torch finds none. `pytest -m gpu` names them.")
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         assert " at 0x" not in item.nodeid, f"{item.nodeid} has another name in each of pytest-xdist's processes"
@@ -82,7 +91,7 @@ def pytest_collection_modifyitems(config, items):
     left_out = []
     if config.option.without_guards:
         left_out += [item for item in items if item.get_closest_marker("guard")]
-    if config.option.markexpr == DEFAULT and not torch.cuda.is_available():
+    if _leaves_out_gpu(config):
         # Skipped, they would fill the first lines of a run, where a reader looks for what passes.
         left_out += [item for item in items if item.get_closest_marker("gpu")]
     kept = set(items).difference(left_out)
