@@ -362,7 +362,7 @@ def test_a_cross_entropy_in_bfloat16_itself_of_confident_predictions_has_no_wron
 def test_certain_rows_of_other_losses_do_not_fit_one_by_one():
     """A mixed batch has the gradient of the second labels, and a long row hides the weights of the others."""
     y = torch.arange(16) % 3
-    z = 12.0 * F.one_hot(y, 3).float() + torch.linspace(0.0, 1.0, 48).reshape(16, 3)
+    z = 20.0 * F.one_hot(y, 3).float() + torch.linspace(0.0, 1.0, 48).reshape(16, 3)
     long = 5.0 * F.one_hot(y, 3).float() + torch.linspace(0.0, 1.0, 48).reshape(16, 3)
     long[0] = torch.tensor([0.0, 30.0, 0.0])
     second = torch.where(torch.arange(16) < 8, (y + 1) % 3, y)
