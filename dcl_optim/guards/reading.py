@@ -33,8 +33,8 @@ SEEN = {
     ),
 }
 CERTAIN = (
-    "the model is certain of every row of the first {patience} batches. {name} reads {what} as those of a plain "
-    "softmax cross-entropy, whose form their gradients have; certain rows would hide a class weight.\n"
+    "the model is certain of every row of the first batches. {name} reads {what} as those of a plain softmax "
+    "cross-entropy, whose form their gradients have; certain rows would hide a class weight.\n"
     "  Fix: if the loss weighs classes, add the penalty to it, {term}. See docs/losses.md"
 )
 
@@ -60,7 +60,7 @@ class ReadingGuard:
         """Raise or warn about the gradient that was read last."""
         if reader.is_certain and not self._has_said_certain:
             self._has_said_certain = True
-            warn(CERTAIN.format(patience=PATIENCE, name=self._name, what=self._what, term=self._term))
+            warn(CERTAIN.format(name=self._name, what=self._what, term=self._term))
         if reader.unread is None:
             return
         if reader.form is None:

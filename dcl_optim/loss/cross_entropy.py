@@ -17,18 +17,19 @@ smoothing that is right as long as the batch has the form's :math:`\epsilon` to 
 ``FEW`` classes. Otherwise (see below) its smoothing differs by some b, so that :math:`g = a\,(r + b\,v)` with
 :math:`v = e_y - 1/K`, and r is soon about as short as :math:`b\,v`. But no b is seen by a w that is orthogonal to v:
 
-.. math:: a = \frac{\sum w\,g}{\sum w\,r}, \qquad w = r - c\,e_y, \qquad c = \frac{\sum r\,v}{n\,(1 - 1/K)},
+.. math:: a = \frac{\sum w\,g}{\sum w\,r}, \qquad w = r - c\,v, \qquad c = \frac{\sum r\,v}{n\,(1 - 1/K)},
 
 the sums being those over all entries of the n rows whose gradient is not zero. They need the sums of r g and
-:math:`r^2`, and of the labels' entries of r and g. An entry of g is off by u of itself at most (u: see below), and so
-is a by at most :math:`u\,\lVert w\rVert\,\lVert g\rVert / \sum w\,g`: about u where the predictions vary from row to
-row by as much as they differ from q, and never mind how well the labels fit. Where they hardly vary r is a multiple of
-v, and w is rounding. So the form's own :math:`\epsilon` counts as one more measurement. It adds
-:math:`\sigma^2/\tau^2` to n in c. The noise :math:`\sigma` of a label's entry is about :math:`u/\sqrt 6` of it, and r
-is as long as its labels' entries: :math:`\sigma^2 = u^2 \lVert r\rVert^2 / (6n)`. A batch's smoothing is off by
-:math:`\tau = 3u\epsilon`. So u cancels, and :math:`\lVert r\rVert^2 / (54\,\epsilon^2 n)` is added. Then b follows from
-the sum of the labels' entries of g - a r, and a b of at most a tenth of :math:`\epsilon` (``MAX_SHIFT``) is no part of
-what is left unexplained.
+:math:`r^2`, and of r v and g v, which are the sums of the labels' entries and of all. An entry of g is off by u of
+itself at most (u: see below), and so is a by at most
+:math:`u\,\lVert w\rVert\,\lVert g\rVert / \sum w\,g`: about u where the predictions vary from row to row by as much as
+they differ from q, and never mind how well the labels fit. Where they hardly vary r is a multiple of v, and w is
+rounding. So the form's own :math:`\epsilon` counts as one more measurement. It adds :math:`\sigma^2/\tau^2` to n in c.
+The noise :math:`\sigma` of a label's entry is about :math:`u/\sqrt 6` of it, and r is as long as its labels' entries:
+:math:`\sigma^2 = u^2 \lVert r\rVert^2 / (6n)`. The form's :math:`\epsilon` was read from a gradient in that dtype, and
+is off by about :math:`\tau = 0.3u`, a batch's by :math:`3u\epsilon` (see below). So u cancels, and about
+:math:`2\lVert r\rVert^2 / n` is added. Then b follows from the sum of (g - a r) v, and a b of at most a tenth of
+:math:`\epsilon` (``MAX_SHIFT``) is no part of what is left unexplained.
 
 A mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero. The last s
 stands in where a batch tells none: where it does not fit, and where the length of r tells it and only rounding is left
@@ -94,7 +95,7 @@ MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be a
 TINY = 1e-37
 FEW = 512  # classes, whose sums in float32 are right to the last digits
 MAX_SHIFT = 0.1  # of the form's smoothing, by which that of a batch may differ
-PRIOR = 1.0 / 54.0  # of the form's own smoothing, as a measurement
+PRIOR = 2.0  # of the form's own smoothing, as a measurement
 RIDGE = 1e-4  # of the number of rows, which decides where float32 leaves no digits of w
 
 PART = 2**18  # numbers of which a CPU's norm in float32 is wrong by at most 0.03 %; of 8M by 0.8 %
@@ -169,23 +170,21 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     r.mul_(live.unsqueeze(1))
     whole = norm(g)
     length = norm(r)
-    is_exact = roundoff <= _roundoff_of(torch.float32) and num_classes <= FEW
-    line = _line(form, g, r, y, length, num_live) if smoothing and not is_exact else None
-    a = line.slope if line else whole / length
-    rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))  # nan if no row is live
-    if line:
-        rest = _without_shift(form, rest, line, num_live, num_classes)
+    has_shift = smoothing > 0.0 and (roundoff > _roundoff_of(torch.float32) or num_classes > FEW)
+    a = _slope(g, r, y, length, num_live) if has_shift else whole / length
+    scale = a * num_live
+    g_rest = torch.addcmul(g, r, a, value=-1.0, out=r)
+    rest = _without_shift(form, g_rest, a, y, scale) if has_shift else norm(g_rest)  # nan if no row is live
     excess = torch.sub(rest, whole, alpha=max(TOLERANCE, roundoff))
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
-    scale = a * num_live
     least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
     limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
     fits = limit <= half_step * (2.0 * num_classes if smoothing else math.sqrt(num_classes)) * math.sqrt(num_rows)
     if form.smoothing == LOG:
         fits = fits & ((torch.logsumexp(wide(z), 1).abs() <= NORMALIZED) | ~live).all()
     # A comparison with a number makes a tensor of it first.
-    told = fits if line else excess <= constant(0.0, z.device)
+    told = fits if has_shift else excess <= constant(0.0, z.device)
     scale = torch.where(told, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
         y = torch.where(live & fits, y, constant(num_classes, z.device))
@@ -239,41 +238,29 @@ def _probabilities(form: Form, z: Tensor) -> Tensor:
     return wide(torch.log_softmax(z, 1)).exp_()
 
 
-class _Line(NamedTuple):
-    """The factor of a gradient whose smoothing is its own.
-
-    Attributes:
-        slope: a.
-        label_r, label_g: minus the sums of the labels' entries.
-    """
-
-    slope: Tensor
-    label_r: Tensor
-    label_g: Tensor
-
-
-def _line(form: Form, g: Tensor, r: Tensor, y: Tensor, length: Tensor, num_live: Tensor) -> _Line:
-    label_r = F.nll_loss(r, y, reduction="sum")
-    label_g = F.nll_loss(g, y, reduction="sum")
-    along = label_r  # v, as rows that sum to 0 have it
-    if not form.in_float32:
-        along = torch.add(label_r, r.sum(), alpha=1.0 / r.shape[1])
+def _slope(g: Tensor, r: Tensor, y: Tensor, length: Tensor, num_live: Tensor) -> Tensor:
+    """The factor of a gradient whose smoothing is its own."""
+    along_r = _along(r, y)
     squares = length.square()
-    mean = along / torch.addcdiv(num_live, squares, num_live, value=PRIOR / form.smoothing**2)
-    size = _size_of_shift(r.shape[1])
-    product = torch.addcmul((g * r).sum(), label_g, mean, value=-1.0 / size)
-    slope = product / torch.addcmul(squares, label_r, mean, value=-1.0 / size)
-    return _Line(slope, label_r, label_g)
+    c = along_r / torch.addcdiv(num_live, squares, num_live, value=PRIOR)
+    share = -1.0 / _size_of_shift(r.shape[1])
+    product = torch.addcmul((g * r).sum(), _along(g, y), c, value=share)
+    return product / torch.addcmul(squares, along_r, c, value=share)
 
 
-def _without_shift(form: Form, rest: Tensor, line: _Line, num_live: Tensor, num_classes: int) -> Tensor:
+def _without_shift(form: Form, rest: Tensor, a: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """The length of g - a r without what another smoothing explains."""
-    size = _size_of_shift(num_classes)
+    size = _size_of_shift(rest.shape[1])
     most = MAX_SHIFT * form.smoothing * size
-    label_rest = torch.addcmul(line.label_g, line.slope, line.label_r, value=-1.0)
-    shift = (label_rest / (line.slope * num_live)).clamp_(-most, most)
-    squares = torch.addcmul(rest.square(), label_rest, shift * line.slope, value=-1.0 / size)
-    return squares.clamp_(min=0.0).sqrt_()
+    along = _along(rest, y)
+    shift = (along / scale).clamp_(-most, most)
+    squares = _norm_by_rows(rest).square()
+    return torch.addcmul(squares, along, shift * a, value=-1.0 / size).clamp_(min=0.0).sqrt_()
+
+
+def _along(rows: Tensor, y: Tensor) -> Tensor:
+    """Minus the sum of rows times v. In half precision neither r nor g have rows that sum to 0."""
+    return torch.add(F.nll_loss(rows, y, reduction="sum"), rows.sum(), alpha=1.0 / rows.shape[1])
 
 
 def _size_of_shift(num_classes: int) -> float:
@@ -359,6 +346,31 @@ def is_beyond_doubt(reading: Reading, z: Tensor, g: Tensor) -> bool:
     if z.shape[1] == 2 and size.amax() < 1.1 * size.amin():
         return False
     return bool(reading.rest <= tolerance_of(z.dtype, g.dtype) * torch.linalg.vector_norm(wide(g)))
+
+
+def each_row_fits(form: Form, z: Tensor, g: Tensor) -> bool:
+    """Whether each row has a form by itself, as a batch has it that is beyond doubt. Synchronizes.
+
+    A long row may outweigh the others, so that the length of all does not show that their factors differ. Rows that are
+    all as long have the form with any factor, also mixed ones: two that are no rounding must differ by a tenth.
+    """
+    live = g.any(1)
+    z, g = z[live], g[live]
+    num_classes = z.shape[1]
+    reading = read(form, z, g)
+    factor = reading.scale / len(z)
+    labels = F.one_hot(reading.labels.clamp(max=num_classes - 1), num_classes)
+    r = _probabilities(form, z) - (1.0 - form.smoothing) * labels - form.smoothing / num_classes
+    tolerance = tolerance_of(z.dtype, g.dtype)
+    rounding = factor * rounding_of(form.in_float32, z.dtype, num_classes)
+    size = torch.linalg.vector_norm(wide(g), dim=1)
+    allowed = tolerance * size + rounding
+    told = size[size * tolerance > rounding]
+    if form.smoothing:  # which was fitted to all rows
+        allowed += tolerance * size.square().mean().sqrt()
+    if len(told) < 2 or told.amax() < 1.1 * told.amin():
+        return False
+    return bool((torch.linalg.vector_norm(wide(g) - factor * r, dim=1) <= allowed).all())
 
 
 def _fitted_smoothing(p: Tensor, g: Tensor, live: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from dcl_optim.loss.cross_entropy import (
     Reading,
     best,
     choices,
+    each_row_fits,
     is_beyond_doubt,
     plain_forms,
     read,
@@ -170,9 +171,11 @@ class LossReader:
         readings = {form: self._read_by(form, forward, gradient, dim, None) for form in forms}
         form = best(readings)
         if self.form is None and not tells:
-            is_plain = form is not None and is_beyond_doubt(readings[form], z, g)
-            self._num_certain = self._num_certain + 1 if is_plain else 0
-            self.is_certain = self._num_certain >= PATIENCE
+            if form is None or not is_beyond_doubt(readings[form], z, g):
+                self._num_certain = 0
+                return None
+            self._num_certain += 1
+            self.is_certain = self._num_certain >= PATIENCE or each_row_fits(form, z, g)
             if not self.is_certain:
                 return None
         if form is None:

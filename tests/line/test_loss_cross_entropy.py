@@ -12,7 +12,19 @@ from torch import Tensor
 
 from dcl_optim.layout import wide
 from dcl_optim.loss import cross_entropy
-from dcl_optim.loss.cross_entropy import LOG, Form, Reading, best, choices, read, rounding_of, tells_form, tolerance_of
+from dcl_optim.loss.cross_entropy import (
+    LOG,
+    Form,
+    Reading,
+    best,
+    choices,
+    each_row_fits,
+    is_beyond_doubt,
+    read,
+    rounding_of,
+    tells_form,
+    tolerance_of,
+)
 from tests.adversary.losses import count
 from tests.helpers import cells
 
@@ -130,7 +142,7 @@ def test_any_smoothing_is_fitted_and_the_factor_is_that_of_the_batch(classes, in
 
 
 @pytest.mark.parametrize(("classes", "dtype"), [(10, torch.bfloat16), (10, torch.float16), (600, torch.float32)])
-@pytest.mark.parametrize("shift", [0.9, 0.95, 1.05, 1.1])
+@pytest.mark.parametrize("shift", [0.91, 0.95, 1.05, 1.1])
 def test_a_batch_may_have_a_smoothing_a_tenth_from_that_of_the_form(shift, classes, dtype):
     z, y = drawn(0, classes, spread=2.0, learned=8.0, dtype=dtype)
     (g,) = torch.autograd.grad(smoothed(z.float(), y, 0.1), z)
@@ -345,6 +357,23 @@ def test_a_cross_entropy_in_bfloat16_itself_of_confident_predictions_has_no_wron
         if reading is not None:
             labels = reading.labels
             assert ((labels == y) | (labels == classes)).all()
+
+
+def test_certain_rows_of_other_losses_do_not_fit_one_by_one():
+    """A mixed batch has the gradient of the second labels, and a long row hides the weights of the others."""
+    y = torch.arange(16) % 3
+    z = 20.0 * F.one_hot(y, 3).float() + torch.linspace(0.0, 1.0, 48).reshape(16, 3)
+    long = 5.0 * F.one_hot(y, 3).float() + torch.linspace(0.0, 1.0, 48).reshape(16, 3)
+    long[0] = torch.tensor([0.0, 30.0, 0.0])
+    second = torch.where(torch.arange(16) < 8, (y + 1) % 3, y)
+    plain = (long, F.cross_entropy)
+    mixed = (z, lambda z, y: 0.7 * F.cross_entropy(z, y) + 0.3 * F.cross_entropy(z, second))
+    weighted = (long, lambda z, y: F.cross_entropy(z, y, torch.tensor([1.0, 1.01, 1.02])))
+    for (logits, loss), fits in ((plain, True), (mixed, False), (weighted, False)):
+        logits = logits.clone().requires_grad_()
+        (g,) = torch.autograd.grad(loss(logits, y), logits)
+        assert is_beyond_doubt(read(Form(0.0), logits.detach(), g), logits.detach(), g)
+        assert each_row_fits(Form(0.0), logits.detach(), g) == fits
 
 
 # ---- two classes -----------------------------------------------------------------------------------------------------
