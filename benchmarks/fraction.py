@@ -6,8 +6,6 @@ python -m benchmarks.fraction cnn resnet18 --rounds 15 --steps 6
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from functools import partial
 
 import torch
@@ -15,6 +13,7 @@ import torch
 from benchmarks.measure import import_everything, in_a_process, used_by
 from benchmarks.methods import Build, companion_learning, plain, start
 from benchmarks.workloads import WORKLOADS
+from dcl_optim.trial.timing import interleaved, ratios
 
 FRACTIONS = (1.0, 0.5, 0.25)
 PLAIN = "plain"
@@ -22,19 +21,6 @@ MEMORY_STEPS = 5
 BUILDS: dict[str, Build] = {PLAIN: plain} | {
     f"{share:g}": partial(companion_learning, companion_fraction=share) for share in FRACTIONS
 }
-
-
-def times(model: str, rounds: int, steps: int) -> dict[str, list[float]]:
-    """The process time of some steps of each method, round by round."""
-    trainings = {name: start(build, WORKLOADS[model], warm_up=3) for name, build in BUILDS.items()}
-    found: dict[str, list[float]] = {name: [] for name in trainings}
-    for number in range(rounds):
-        for name in sorted(trainings, reverse=number % 2 == 1):
-            begin = time.process_time()
-            for _ in range(steps):
-                trainings[name].step()
-            found[name].append(time.process_time() - begin)
-    return found
 
 
 def memory(model: str, name: str) -> int:
@@ -51,13 +37,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for model in options.models:
-        measured = times(model, options.rounds, options.steps)
+        takes = {name: start(build, WORKLOADS[model], warm_up=3).step for name, build in BUILDS.items()}
+        times = interleaved(takes, options.rounds, options.steps)
         bytes_of = {name: in_a_process(memory, model, name) for name in BUILDS}
         for name in list(BUILDS)[1:]:
-            ratios = [own / base for own, base in zip(measured[name], measured[PLAIN], strict=True)]
-            least, median, most = statistics.quantiles(ratios, n=4)
+            ratio = ratios(times[name], times[PLAIN])
             share = bytes_of[name] / bytes_of[PLAIN]
-            times_plain = f"{median:.2f} ({least:.2f} to {most:.2f}) times plain"
+            times_plain = f"{ratio['median']:.2f} ({ratio['lower']:.2f} to {ratio['upper']:.2f}) times plain"
             print(f"{model}, companion_fraction={name}: {times_plain}, peak memory {share:.2f}", flush=True)
 
 
