@@ -275,9 +275,10 @@ class Companion(Forecaster):
         """Run the companion's backward pass for all forward passes that wait for it."""
         if not self._pending:
             return
-        if self.network.is_new and not are_zero(self.network.gradients()):
+        network = self.network
+        if network.is_new and not are_zero(network.gradients()):
             raise RuntimeError(REACHED)
-        self.network.is_new = False
+        network.is_new = False
         logits, gradients = zip(*self._pending, strict=True)
         self._pending = []
         try:

@@ -126,9 +126,10 @@ def require_equal(logits: Tensor, prediction: Tensor) -> None:
 
 
 def written(model: nn.Module) -> list[Any]:
-    """How often each of a model's tensors was written to, and where its values are, which ``.data =`` changes.
+    """How often each of a model's tensors was written to, where its values are, and their sum. Synchronizes.
 
-    And their sum in words, since nan is not nan, which writing to ``.data`` changes. Synchronizes.
+    ``.data =`` changes where they are alone, and writing to ``.data`` their sum alone. It is a string, in which nan
+    equals nan.
     """
     return [
         (version_of(tensor), tensor.data_ptr(), _has_sum(tensor) and str(tensor.data.sum().item()))

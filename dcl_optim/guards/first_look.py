@@ -1,4 +1,4 @@
-"""Whether what the first batches show are logits and classes at all: at least eight rows are asked.
+"""Whether what the first batches show are logits and classes at all: at least eight rows are read.
 
 Not in guards.py, which says when a question is asked: these are the only ones about values.
 """
@@ -21,7 +21,7 @@ RESHAPING = ("ToCopy", "View", "UnsafeView", "Unsqueeze", "Squeeze", "Transpose"
 
 
 class FirstLook:
-    """Counts the rows that were asked.
+    """Counts the rows that were read.
 
     Attributes:
         is_over: whether nothing is to be asked any more.
