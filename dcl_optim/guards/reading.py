@@ -64,6 +64,8 @@ class ReadingGuard:
         if reader.unread is None:
             return
         if reader.form is None:
+            if reader.unread is Unread.ROUNDING:
+                return
             self._num_silent += 1
             if reader.unread is not Unread.NOTHING or self._num_silent >= PATIENCE:
                 raise RuntimeError(self._message(forward, reader.unread))

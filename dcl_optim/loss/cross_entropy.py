@@ -9,8 +9,10 @@ Every smoothing has this form, also one that is spread over the other classes al
 times what the script has written.
 
 **Label.** Without smoothing it is the only negative entry of g, so :math:`y = \arg\min g`. With smoothing it is the
-lowest entry of :math:`g - \tfrac12 b\,p` for any b from :math:`2\epsilon a` to :math:`(4-2\epsilon)\,a`; the largest
-entry of g/p will do, close to a and not above it. Then :math:`r = p - q` is known.
+lowest entry of :math:`g - \tfrac12 b\,p` for any b from :math:`2\epsilon a` to :math:`(4-2\epsilon)\,a`. All entries of
+a row but the label's have :math:`g = a\,(p - \epsilon/K)`, so that a is the median of these ratios, also
+of three classes alone. A model that fits has all p near :math:`\epsilon/K`, where the ratio is rounding. There a b of
+thrice the largest entry of g will do, which is never above 3a. Then :math:`r = p - q` is known.
 
 **Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`. With a
 smoothing that is right as long as the batch has the form's :math:`\epsilon` to the last digits: in float32 with at most
@@ -171,10 +173,14 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     whole = norm(g)
     length = norm(r)
     has_shift = smoothing > 0.0 and (roundoff > _roundoff_of(torch.float32) or num_classes > FEW)
-    a = _slope(g, r, y, length, num_live) if has_shift else whole / length
+    a, along = _slope(g, r, y, length, num_live) if has_shift else (whole / length, num_live)
     scale = a * num_live
-    g_rest = torch.addcmul(g, r, a, value=-1.0, out=r)
-    rest = _without_shift(form, g_rest, a, y, scale) if has_shift else norm(g_rest)  # nan if no row is live
+    rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))  # nan if no row is live
+    if has_shift:  # without what another smoothing explains
+        squares_of_v = 1.0 - 1.0 / num_classes  # in a row
+        most = MAX_SHIFT * smoothing * squares_of_v
+        shift = (along / scale).clamp_(-most, most)
+        rest = torch.addcmul(rest.square(), along, shift * a, value=-1.0 / squares_of_v).clamp_(min=0.0).sqrt_()
     excess = torch.sub(rest, whole, alpha=max(TOLERANCE, roundoff))
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
@@ -238,24 +244,16 @@ def _probabilities(form: Form, z: Tensor) -> Tensor:
     return wide(torch.log_softmax(z, 1)).exp_()
 
 
-def _slope(g: Tensor, r: Tensor, y: Tensor, length: Tensor, num_live: Tensor) -> Tensor:
-    """The factor of a gradient whose smoothing is its own."""
+def _slope(g: Tensor, r: Tensor, y: Tensor, length: Tensor, num_live: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor of a gradient whose smoothing is its own, and minus the sum of (g - a r) times v."""
+    along_g = _along(g, y)
     along_r = _along(r, y)
     squares = length.square()
     c = along_r / torch.addcdiv(num_live, squares, num_live, value=PRIOR)
-    share = -1.0 / _size_of_shift(r.shape[1])
-    product = torch.addcmul((g * r).sum(), _along(g, y), c, value=share)
-    return product / torch.addcmul(squares, along_r, c, value=share)
-
-
-def _without_shift(form: Form, rest: Tensor, a: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """The length of g - a r without what another smoothing explains."""
-    size = _size_of_shift(rest.shape[1])
-    most = MAX_SHIFT * form.smoothing * size
-    along = _along(rest, y)
-    shift = (along / scale).clamp_(-most, most)
-    squares = _norm_by_rows(rest).square()
-    return torch.addcmul(squares, along, shift * a, value=-1.0 / size).clamp_(min=0.0).sqrt_()
+    share = -1.0 / ((1.0 + RIDGE) * (1.0 - 1.0 / r.shape[1]))
+    product = torch.addcmul((g * r).sum(), along_g, c, value=share)
+    a = product / torch.addcmul(squares, along_r, c, value=share)
+    return a, torch.addcmul(along_g, a, along_r, value=-1.0)
 
 
 def _along(rows: Tensor, y: Tensor) -> Tensor:
@@ -263,22 +261,19 @@ def _along(rows: Tensor, y: Tensor) -> Tensor:
     return torch.add(F.nll_loss(rows, y, reduction="sum"), rows.sum(), alpha=1.0 / rows.shape[1])
 
 
-def _size_of_shift(num_classes: int) -> float:
-    """The sum of squares of v in a row."""
-    return (1.0 + RIDGE) * (1.0 - 1.0 / num_classes)
-
-
 def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
-    if p.shape[1] == 2:  # each row has the factor at one of the two, unless the model is too sure of the wrong class
-        guess = torch.where(live, (g / (p - 0.5 * smoothing)).amax(1), torch.nan).nanmedian()
-    else:
-        guess = _steepest(p, g, smoothing / p.shape[1])
-    return torch.addcmul(g, p, guess, value=-0.5).argmin(1)
+    # Of three entries one at most is the label's, and the others' ratio is the factor.
+    ratios = g[:, :3] / (p[:, :3] - smoothing / p.shape[1])
+    if p.shape[1] == 2:  # the label's is the lower one, unless the model is too sure of the wrong class
+        ratios = ratios.amax(1, keepdim=True)
+    guess = torch.where(live.unsqueeze(1), ratios, torch.nan).nanmedian()
+    guess = torch.maximum(guess, 3.0 * g.amax())  # where every p is as close to smoothing / K as the form's is
+    return _labels(p, g, guess)
 
 
-def _steepest(p: Tensor, g: Tensor, least: float = 1e-3) -> Tensor:
-    """A guess of a: no entry of g/p is above it, and entries far above their share of q come close to it."""
-    return (g / p.clamp(min=least)).amax()
+def _labels(p: Tensor, g: Tensor, a: Tensor) -> Tensor:
+    """The labels by a guess of a."""
+    return torch.addcmul(g, p, a, value=-0.5).argmin(1)
 
 
 # ---- the first look, which chooses the form --------------------------------------------------------------------------
@@ -302,14 +297,15 @@ def _telling(z: Tensor, g: Tensor) -> Tensor:
 
 
 def choices(z: Tensor, g: Tensor) -> list[Form]:
-    """Forms that a softmax cross-entropy may have: without a smoothing, and with that which fits. Synchronizes."""
+    """Forms that a softmax cross-entropy may have: without a smoothing, and with those that fit. Synchronizes."""
     forms = []
     live = g.any(1, keepdim=True)
+    least = 2.0 * tolerance_of(z.dtype, g.dtype)
     for hard in plain_forms(z):
-        smoothing = float(_fitted_smoothing(_probabilities(hard, z) * live, wide(g), live))
         forms += [hard]
-        if 2.0 * tolerance_of(z.dtype, g.dtype) < smoothing <= MAX_SMOOTHING:
-            forms += [hard._replace(smoothing=smoothing)]
+        for smoothing in _fitted_smoothings(_probabilities(hard, z) * live, wide(g), live):
+            if least < smoothing <= MAX_SMOOTHING:
+                forms += [hard._replace(smoothing=smoothing)]
     return forms
 
 
@@ -333,19 +329,25 @@ def best(readings: dict[Form, Reading]) -> Form | None:
     return min(weighed, key=weighed.__getitem__, default=None)
 
 
-def is_beyond_doubt(reading: Reading, z: Tensor, g: Tensor) -> bool:
-    """Whether rows of which the model is certain have one form as surely as others. Synchronizes.
+def is_rounding(reading: Reading, z: Tensor, g: Tensor) -> bool:
+    """Whether no more than rounding is left of what fits, as of a model that is certain and right. Synchronizes."""
+    return bool(reading.rest > tolerance_of(z.dtype, g.dtype) * torch.linalg.vector_norm(wide(g)))
 
-    Not if rounding is all that is left of r; nor one row, which may have another factor; nor too few numbers for
-    factor and smoothing; nor two classes whose rows are all alike, which are on a line with any loss.
+
+def is_beyond_doubt(form: Form, z: Tensor, g: Tensor) -> bool:
+    """Whether rows of which the model is certain have a form as surely as others. Synchronizes.
+
+    Not too few numbers for factor and smoothing; nor rows that are all alike, which have the form with any factor, also
+    mixed ones; nor a smoothing of two classes of which all predictions are alike, which may as well be class weights.
     """
-    size = wide(g).abs().amax(1)
-    size = size[size > 0.0]
-    if len(size) < 2 or len(size) * (z.shape[1] - 1) < 4:
-        return False
-    if z.shape[1] == 2 and size.amax() < 1.1 * size.amin():
-        return False
-    return bool(reading.rest <= tolerance_of(z.dtype, g.dtype) * torch.linalg.vector_norm(wide(g)))
+    size = g.abs().amax(1)
+    live = size > 0.0
+    if z.shape[1] == 2:
+        size = size[live]
+        top = torch.softmax(wide(z[live]), 1).amax(1)
+        if form.smoothing and top.amax() - top.amin() < MIN_SPREAD:
+            return False
+    return bool(live.sum() * (z.shape[1] - 1) >= 4 and size.amax() > 1.1 * size.amin())
 
 
 def each_row_fits(form: Form, z: Tensor, g: Tensor) -> bool:
@@ -373,14 +375,21 @@ def each_row_fits(form: Form, z: Tensor, g: Tensor) -> bool:
     return bool((torch.linalg.vector_norm(wide(g) - factor * r, dim=1) <= allowed).all())
 
 
-def _fitted_smoothing(p: Tensor, g: Tensor, live: Tensor) -> Tensor:
-    """The smoothing, nan for none: at all entries but the label's g = a (p - smoothing / K), which is a line."""
-    a = _steepest(p, g)
-    for _ in range(2):  # the line through the others is a better guess of a
-        y = torch.addcmul(g, p, a, value=-0.5).argmin(1, keepdim=True)
-        others = live.to(p).expand_as(p).scatter(1, y, 0.0)
-        mean_p = (p * others).sum() / others.sum()
-        mean_g = (g * others).sum() / others.sum()
-        centered = (p - mean_p) * others
-        a = (centered * (g - mean_g)).sum() / centered.square().sum()
-    return (mean_p - mean_g / a) * p.shape[1]
+def _fitted_smoothings(p: Tensor, g: Tensor, live: Tensor) -> list[float]:
+    """Smoothings, nan for none: at all entries but the label's g = a (p - smoothing / K), which is a line.
+
+    The labels are guessed at first by the largest entry of g/p. It is about a if an entry other than a label's is far
+    above its share of q, and far below a if all labels are surer than q. Then they are the likeliest classes.
+    """
+    found = []
+    steepest = (g / p.clamp(min=1e-3)).amax()
+    for y in (_labels(p, g, steepest), p.argmax(1)):
+        for _ in range(2):  # the line through the others is a better guess of a
+            others = live.to(p).expand_as(p).scatter(1, y.unsqueeze(1), 0.0)
+            mean_p = (p * others).sum() / others.sum()
+            mean_g = (g * others).sum() / others.sum()
+            centered = (p - mean_p) * others
+            a = (centered * (g - mean_g)).sum() / centered.square().sum()
+            y = _labels(p, g, a)
+        found.append(float((mean_p - mean_g / a) * p.shape[1]))
+    return found

@@ -23,6 +23,7 @@ from dcl_optim.loss.cross_entropy import (
     choices,
     each_row_fits,
     is_beyond_doubt,
+    is_rounding,
     plain_forms,
     read,
     tells_form,
@@ -51,6 +52,7 @@ class Unread(Enum):
     SUMS = auto()  # along no dimension its rows sum to 0
     FACTORS = auto()  # it has no form that is known
     NOTHING = auto()  # it tells no form
+    ROUNDING = auto()  # nor would it with any other, as that of a model that is certain and right
 
 
 class LossReader:
@@ -150,7 +152,7 @@ class LossReader:
             if reading is not None:
                 self.class_dim = dim if gradient.ndim > 2 else None
                 return reading
-        self.unread = _why(forward.logits, gradient, order[0], sums[order[0]])
+        self.unread = self.unread or _why(forward.logits, gradient, order[0], sums[order[0]])
         self.num_skipped += is_counted
         return None
 
@@ -171,12 +173,16 @@ class LossReader:
         readings = {form: self._read_by(form, forward, gradient, dim, None) for form in forms}
         form = best(readings)
         if self.form is None and not tells:
-            if form is None or not is_beyond_doubt(readings[form], z, g):
+            if form is None:
                 self._num_certain = 0
                 return None
-            self._num_certain += 1
-            self.is_certain = self._num_certain >= PATIENCE or each_row_fits(form, z, g)
+            if is_rounding(readings[form], z, g):
+                self.unread = Unread.ROUNDING
+            elif is_beyond_doubt(form, z, g):
+                self._num_certain += 1
+                self.is_certain = self._num_certain >= PATIENCE or each_row_fits(form, z, g)
             if not self.is_certain:
+                self.unread = self.unread or Unread.NOTHING
                 return None
         if form is None:
             return None
@@ -196,10 +202,9 @@ def _why(z: Tensor, gradient: Tensor, dim: int, sums: float) -> Unread:
     rows = to_rows(gradient, dim)
     if rows.shape[1] == 1:
         return Unread.NO_CLASSES
-    is_exact = rows.dtype.itemsize >= 4  # in half precision the rows of a model that fits do not sum to 0
-    if not tells_form(to_rows(z, dim), rows) and (sums <= SUMS_TO_ZERO or not is_exact):
-        return Unread.NOTHING
-    return Unread.FACTORS if sums <= SUMS_TO_ZERO else Unread.SUMS
+    if sums > SUMS_TO_ZERO:
+        return Unread.SUMS
+    return Unread.FACTORS if tells_form(to_rows(z, dim), rows) else Unread.NOTHING
 
 
 def _sample(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,7 @@ class Training:
         smoothing: the label smoothing; ``spread`` over the other classes alone.
         factor: what the loss of a step is multiplied by.
         before: steps without the wrapper, after which the model fits.
+        sure: what logits are multiplied by then.
     """
 
     seed: int
@@ -49,6 +50,7 @@ class Training:
     noise: float = 0.0
     steps: int = 150
     before: int = 0
+    sure: float = 1.0
     lr: float = 5e-3
     size: int = 48
     growth: int = 0
@@ -119,6 +121,9 @@ def _train(training: Training, truth: list[Any], counts: Counter[str]) -> None:
     optimizer: Any = base
     for step in range(t.before + t.steps):
         if step == t.before:
+            with torch.no_grad():
+                for parameter in model[-1].parameters():
+                    parameter.mul_(t.sure)
             optimizer = (DCPOptimizer if t.dcp else DCLOptimizer)(base, model, weight=0.1 if t.dcp else 0.01)
             y = torch.where(torch.rand(y.shape) < t.noise, torch.randint_like(y, t.classes), y)
         q = torch.randint(len(x), (t.size if x.ndim < 3 and t.layout == "rows" else t.size // 4,))
@@ -183,6 +188,16 @@ CHANGES: tuple[Callable[[int], float], ...] = (
 DTYPES = (torch.float32, *HALF)
 
 
+def _sure() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Checkpoints whose predictions are surer than their labels."""
+    for dtype, classes, noise in product(DTYPES, (2, 3, 10, 100), (0.0, 0.1)):
+        more = {"noise": noise, "before": 200, "steps": 40, "sure": 5.0}
+        yield "a checkpoint that is certain of every row", {"dtype": dtype, "classes": classes, "lr": 2e-3, **more}
+    for dtype, classes, smoothing, noise in product(DTYPES, (3, 10, 100), (0.1, 0.2), (0.0, 0.1)):
+        more = {"smoothing": smoothing, "noise": noise, "before": 200, "steps": 40, "sure": 1.5}
+        yield "a checkpoint that is surer than its smoothed labels", {"dtype": dtype, "classes": classes, **more}
+
+
 def _settings(rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name of each setting, and a training's arguments."""
     some = rng.choice([0.03, 0.1, 0.2])
@@ -206,6 +221,7 @@ def _settings(rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
         more = {"smoothing": smoothing, "noise": noise, "before": 200, "steps": 40}
         number = "two" if classes == 2 else "more"
         yield f"a checkpoint that fits, {number} classes", {"dtype": dtype, "classes": classes, **more}
+    yield from _sure()
     for classes, layout in product((5, 100, 1000), ("rows", "transposed")):
         more = {"layout": layout, "growth": 10, "smoothing": rng.choice([0.1, 0.2])}
         yield "a scaler that grows", {"dtype": torch.float16, "classes": classes, "steps": 200, **more}

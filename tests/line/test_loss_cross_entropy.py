@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -150,6 +151,33 @@ def test_a_batch_may_have_a_smoothing_a_tenth_from_that_of_the_form(shift, class
     assert reading.fits
     assert float(reading.scale) == pytest.approx(1.0, rel=1e-3)
     assert not read(Form(0.1 / (1.0 + 4.0 * (shift - 1.0))), z.detach(), g).fits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("classes", [2, 3, 10, 100])
+def test_predictions_that_are_all_surer_than_smoothed_labels_are_read(classes, dtype):
+    """As of a checkpoint that was trained without a smoothing: no entry of g/p is near the factor."""
+    z, y = drawn(0, classes, spread=0.7, learned=5.0 + math.log(classes), dtype=dtype)
+    (g,) = torch.autograd.grad(8.0 * smoothed(z.float(), y), z)
+    z = z.detach()
+    assert (g[range(64), y] > 0).all()
+    form = best({form: read(form, z, g) for form in choices(z, g)})
+    assert form.smoothing == pytest.approx(0.1, rel=1e-4 if dtype == torch.float32 else 0.05)
+    for known in (form, Form(0.1)):
+        reading = read(known, z, g)
+        assert torch.equal(reading.labels, y)
+        assert float(reading.scale) == pytest.approx(8.0, rel=1e-4 if dtype == torch.float32 else 0.02)
+
+
+@pytest.mark.parametrize("smoothing", [0.0975, 0.1, 0.1025])
+def test_labels_of_two_classes_where_predictions_are_as_near_to_the_smoothing_as_that_of_the_form(smoothing):
+    difference = torch.linspace(2.875, 3.0625, 32)
+    y = torch.arange(32) % 2
+    z = (difference[:, None] * F.one_hot(y, 2)).bfloat16().requires_grad_()
+    (g,) = torch.autograd.grad(smoothed(z.float(), y), z)
+    reading = read(Form(smoothing), z.detach(), g)
+    assert torch.equal(reading.labels, y)
+    assert float(reading.scale) == pytest.approx(1.0, rel=0.02)
 
 
 @pytest.mark.parametrize("shift", [0.95, 1.05])
@@ -372,8 +400,26 @@ def test_certain_rows_of_other_losses_do_not_fit_one_by_one():
     for (logits, loss), fits in ((plain, True), (mixed, False), (weighted, False)):
         logits = logits.clone().requires_grad_()
         (g,) = torch.autograd.grad(loss(logits, y), logits)
-        assert is_beyond_doubt(read(Form(0.0), logits.detach(), g), logits.detach(), g)
+        assert is_beyond_doubt(Form(0.0), logits.detach(), g)
         assert each_row_fits(Form(0.0), logits.detach(), g) == fits
+
+
+def test_certain_rows_that_have_several_forms_are_not_beyond_doubt():
+    """Class weights of 1 and 4 are a smoothing of 0.4 of two classes; mixed labels are the second ones."""
+    y = torch.arange(16) % 4 // 2
+    z = (30.0 * F.one_hot(torch.arange(16) % 2, 2).float()).requires_grad_()
+    (g,) = torch.autograd.grad(F.cross_entropy(z, y, torch.tensor([1.0, 4.0]), reduction="sum"), z)
+    wrong = y != torch.arange(16) % 2
+    z = z.detach()[wrong]
+    g = g[wrong]
+    assert read(Form(0.4), z, g).fits
+    assert not is_beyond_doubt(Form(0.4), z, g)
+    y = torch.arange(16) % 3
+    z = (30.0 * F.one_hot(y, 3).float()).requires_grad_()
+    (g,) = torch.autograd.grad(0.7 * F.cross_entropy(z, y) + 0.3 * F.cross_entropy(z, (y + 1) % 3), z)
+    z = z.detach()
+    assert read(Form(0.0), z, g).fits
+    assert not is_beyond_doubt(Form(0.0), z, g)
 
 
 # ---- two classes -----------------------------------------------------------------------------------------------------

@@ -289,6 +289,26 @@ def test_other_losses_of_a_model_that_is_certain_of_every_row_are_refused_at_the
         train(model, optimizer, data[19:20], loss)
 
 
+@pytest.mark.guard
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("dtype", "skipped"), [(torch.float32, 19), (torch.float16, 25)])
+def test_a_model_that_is_certain_and_right_ends_no_run(dtype, skipped, variant):
+    """The labels' entries are 0, so that rows do not sum to 0; in float16 the others are but rounding, too."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3, bias=False).to(dtype)
+    nn.init.eye_(model.weight)
+    optimizer = wrap(variant, model, sgd(model, lr=0.0))
+    y = torch.randint(3, (25, 16))
+    x = ((10.0 if dtype == torch.float16 else 25.0) * F.one_hot(y, 3) + torch.randn(25, 16, 3)).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, optimizer, zip(x, y, strict=True))
+    assert optimizer.logs()["skipped"] == skipped
+    train(model, optimizer, zip(x / 20.0, y, strict=True))
+    assert optimizer.logs()["skipped"] == skipped
+    assert optimizer.logs()["loss_scale"] == pytest.approx(1.0, rel=1e-2)
+
+
 def test_a_reader_without_its_guard_counts_what_it_does_not_read():
     torch.manual_seed(0)
     reader = LossReader(reads_labels=True)
@@ -322,6 +342,7 @@ FITTED = {
     "many classes": Training(0, 8000, layout="transposed", lr=2e-2, steps=60),
     "smoothing of the other classes": Training(0, 10, BF16, smoothing=0.1, is_spread=True),
     "smoothing of the other classes, float32": Training(0, 10, smoothing=0.1, is_spread=True),
+    "a checkpoint that is surer than its labels": Training(0, 10, BF16, smoothing=0.1, before=200, steps=30, sure=1.5),
     "two classes": Training(0, 2, steps=400),
     "two classes, smoothing": Training(0, 2, smoothing=0.1),
     "ten classes": Training(0, 10, steps=400),
