@@ -82,29 +82,40 @@ def benchmark_source(name: str) -> str:
     return table.source(_benchmark(name))
 
 
-SHARES = {"half of the rows": ", half", "all rows": ""}  # of DCL, and the ends of their rows' names
-
-
 def cost(method: str, results: str = "steps") -> str:
     """The time of an optimizer, by the line and by the term, and its memory, over those of plain training."""
     from benchmarks import table
 
-    measured = [{row["name"]: row for row in one["rows"]} | {"of": one} for one in _benchmark(results)["steps"]]
-    shares = {"": ""} if method == "DCP" else {k: end for k, end in SHARES.items() if f"DCL, line{end}" in measured[0]}
     rows = []
-    for found in measured:
-        line = [f"{found['of']['title']}, {found['of']['batch_size']}"]
+    for figures in _benchmark(results)["steps"]:
+        found = {row["name"]: row for row in figures["rows"]}
+        line = [f"{figures['title']}, {figures['batch_size']}"]
         if method == "DCP":
             line.append(f"{found['plain']['milliseconds']['median']:.1f}")
-        for end in shares.values():
-            ways = [found.get(f"{method}, {way}{end}") for way in ("line", "term")]
-            if all(ways):  # DCP refuses 50,000 classes
-                line += [", ".join(table.ratio(way, "time") for way in ways), table.ratio(ways[0], "memory")]
-        rows.append(line)
-    head = [f"{method}: network, batch size", *(["plain, ms"] if method == "DCP" else [])]
-    for share in shares:
-        head += [f"{share}, time: line, term".removeprefix(", "), "memory"]
-    return "\n".join(table.grid(head, [row for row in rows if len(row) == len(head)], 1))
+        by_line, by_term = (found.get(f"{method}, {way}") for way in ("line", "term"))
+        if by_line and by_term:  # DCP refuses 50,000 classes
+            times = f"{table.ratio(by_line, 'time')}, {table.ratio(by_term, 'time')}"
+            rows.append([*line, times, table.ratio(by_line, "memory")])
+    plain = ["plain, ms"] if method == "DCP" else []
+    head = [f"{method}: network, batch size", *plain, "time: line, term", "memory"]
+    return "\n".join(table.grid(head, rows, 1))
+
+
+# The row of each share of the batch that DCL's companion gets.
+SHARES = {"all rows": "DCL, line", "half of them (default)": "DCL, line, half", "a quarter": "DCL, line, quarter"}
+
+
+def cost_of_shares() -> str:
+    """The time and the memory of DCL by the line, over those of plain training, by the companion's share of the rows."""
+    from benchmarks import table
+
+    rows = []
+    for figures in _benchmark("steps")["steps"]:
+        found = {row["name"]: row for row in figures["rows"]}
+        chosen = [found[name] for name in SHARES.values()]
+        cells = [f"{table.ratio(row, 'time')}, {table.ratio(row, 'memory')}" for row in chosen]
+        rows.append([f"{figures['title']}, {figures['batch_size']}", *cells])
+    return "\n".join(table.grid(["DCL: network, batch size", *SHARES], rows, 1))
 
 
 def _benchmark(name: str) -> Any:
