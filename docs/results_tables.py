@@ -97,7 +97,8 @@ def cost(method: str, results: str = "steps") -> str:
             times = f"{table.ratio(by_line, 'time')}, {table.ratio(by_term, 'time')}"
             rows.append([*line, times, table.ratio(by_line, "memory")])
     plain = ["plain, ms"] if method == "DCP" else []
-    head = [f"{method}: network, batch size", *plain, "time: line, term", "memory"]
+    rows_of = "DCP" if method == "DCP" else "DCL, all rows"
+    head = [f"{rows_of}: network, batch size", *plain, "time: line, term", "memory"]
     return "\n".join(table.grid(head, rows, 1))
 
 
