@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector as flat
 
-from benchmarks import fraction
 from benchmarks.methods import (
     ALPHA,
     METHODS,
@@ -83,12 +82,3 @@ def test_methods_and_networks_take_steps(method: str, workload: str) -> None:
     work = dataclasses.replace(WORKLOADS[workload], batch_size=2)
     training = start(METHODS[method], work, warm_up=1)
     assert not torch.equal(weights(training), flat(work.model().parameters()))
-
-
-def test_shares_of_the_rows_are_timed_beside_plain(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fraction", "mlp-small", "--rounds", "2", "--steps", "1"])
-    fraction.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        f"mlp-small, companion_fraction={f}" for f in ("1", "0.5", "0.25")
-    ]

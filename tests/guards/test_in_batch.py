@@ -107,6 +107,7 @@ def test_where_values_are_rarely_read_they_are_refused_in_the_next_step_that_rea
         "a resumed run",
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
 @pytest.mark.parametrize("by_term", [False, True])
 def test_other_first_batches_are_not_and_no_later_one_is(first, options, by_term):
     """What came before a resumed run is not known: a single batch would decide."""

@@ -525,6 +525,7 @@ def test_the_dimension_along_which_the_gradient_is_a_cross_entropys(shape, dim):
     assert_same(optimizer.prototypes[k], rows.detach()[y == k].mean(0), rtol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
 @pytest.mark.parametrize("distance", ["kl", "infonce"])
 def test_dcl_finds_the_dimension_of_the_classes_which_its_term_then_takes(distance):
     """As of a model that returns the rows themselves."""

@@ -307,6 +307,7 @@ def added(optimizer: Any, x: Tensor, y: Tensor, with_term: bool) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:a step without a penalty")
+@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_once_penalty_was_called_the_line_is_off_also_in_a_resumed_run(variant: str) -> None:
     """Of two micro-batches one has the term: the line would add a penalty to both."""
@@ -373,6 +374,7 @@ def test_gradients_that_are_cleared_between_the_call_and_its_backward_pass_do_no
         pytest.param((1, 0), id="read first"),  # the logits have their penalty then, and nothing is said
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_two_losses_of_the_same_logits_get_one_penalty(variant: str, order: tuple[int, int]) -> None:
     """Each has a backward pass of its own, and the line can read one of them."""
