@@ -1,4 +1,4 @@
-r"""Algorithm 1 for one batch, by both ways: the gradient of the logits (the line), and the penalty term.
+r"""Algorithm 1 for one batch, by both ways: the gradient of the logits (the line), and the term.
 
 Not in optimizer.py, since Lightning runs the optimizer's methods on another object.
 """
@@ -229,7 +229,7 @@ class Algorithm:
     # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
 
     def term(self, z: Tensor, forward: Forward | None, labels: Labels | None) -> Tensor:
-        """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass.
+        """The term, a scalar with a gradient for z; the forecaster learns in its backward pass.
 
         The forward pass is None if no training forward pass returned z, which is an error.
         """

@@ -81,7 +81,7 @@ class Companion(Forecaster):
 
     Prediction: its logits c on the same batch. Learning: one step of its optimizer on
     :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward
-    passes on their mean, weighted by the loss scales. Its backward pass runs when that of the model has ended.
+    passes on their mean, weighted by the losses' factors. Its backward pass runs when that of the model has ended.
 
     Args:
         model: the model.
@@ -296,7 +296,7 @@ class Companion(Forecaster):
         total = self._total_scale  # also 0 on a device, of batches that were not read
         if network is not None and (total is not None or has_ranks):
             gradients = network.gradients_to_step(fills=has_ranks)  # every rank must bring the same to the reduction
-            if gradients and total is not None:  # the mean over the forward passes, weighted by their loss scales
+            if gradients and total is not None:  # the mean over the forward passes, weighted by their losses' factors
                 parts = local_parts(gradients) if network.has_shards else gradients
                 divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
                 torch._foreach_div_(parts, divisor)

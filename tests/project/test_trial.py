@@ -306,7 +306,7 @@ def with_nan(weight: Any, seed: int) -> float:
 @pytest.mark.parametrize(
     ("train", "notes"),
     [
-        (with_nan, ["1 gave a figure that is not finite (seed 3): not compared."]),
+        (with_nan, ["1 gave a value that is not finite (seed 3): not compared."]),
         (
             lambda weight, seed: 50.0 + weight,
             ["0 gave 50 in all 4 seeds: does train use its seed", "1 gave 51 in all 4 seeds"],
@@ -376,7 +376,7 @@ def test_one_seed_says_nothing_of_noise() -> None:
     assert found.p_values() == {}
     assert str(found).splitlines()[-1] == "One seed says nothing of noise: take ten."
     diverged = compare(with_nan, (0, 1), seeds=[3])
-    assert str(diverged).splitlines()[-1] == "1 gave a figure that is not finite (seed 3): not compared."
+    assert str(diverged).splitlines()[-1] == "1 gave a value that is not finite (seed 3): not compared."
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_the_plot_is_an_image_of_what_is_finite(tmp_path: Path) -> None:
     compare(with_nan, METHODS, 4).plot(tmp_path / "gains.png")
     assert (tmp_path / "gains.png").read_bytes()[:4] == b"\x89PNG"
     assert ("matplotlib.pyplot" in sys.modules) == before
-    with pytest.raises(ValueError, match="no method beside '0' has finite figures"):
+    with pytest.raises(ValueError, match="no method beside '0' has finite values"):
         compare(with_nan, (0, 1), 4).plot(tmp_path / "other.png")
 
 
