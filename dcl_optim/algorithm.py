@@ -235,6 +235,8 @@ class Algorithm:
         """
         self.guards.term_called(z, forward, labels, self.hooks.attached)
         assert forward is not None
+        if not self.uses_term:
+            self.guards.first_term_called(self.progress)
         pull = self.forecaster.pull(forward, labels)
         weight = self.weight(forward.step_number)
         self.uses_term = True

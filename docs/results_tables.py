@@ -107,7 +107,7 @@ SHARES = {"all rows": "DCL, line", "half of them (default)": "DCL, line, half", 
 
 
 def cost_of_shares() -> str:
-    """The time and the memory of DCL by the line, over those of plain training, by the companion's share of the rows."""
+    """The time and the memory of DCL by the line over those of plain training, by the companion's share of the rows."""
     from benchmarks import table
 
     rows = []

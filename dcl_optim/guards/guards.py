@@ -129,15 +129,19 @@ class Guards:
 
     # ---- the term ----------------------------------------------------------------------------------------------------
 
+    def first_term_called(self, progress: Progress) -> None:
+        """Warn of batches that have their penalty without the term."""
+        has_learned = progress.stage is Stage.GRADIENTS and not progress.is_cleared
+        if self._reader.form is not None and (progress.number > 1 or has_learned):
+            warn(messages.LINE_BEFORE_TERM.format(self._name))
+
     def term_called(self, z: Tensor, forward: Forward | None, labels: Labels | None, is_attached: bool) -> None:
-        """Raise where nothing would learn, for probabilities, for places as labels; warn of batches before it."""
+        """Raise where nothing would learn, for probabilities, and for labels that are the rows' places."""
         if not is_attached:
             message = messages.SUPERSEDED if self._is_superseded else messages.DETACHED
             raise RuntimeError(message.format(self._name))
         if forward is None:
             raise ValueError(messages.NOT_OF_THE_MODEL.format(tuple(z.shape)))
-        if self._reader.form is not None:
-            warn_once(self._said, messages.LINE_BEFORE_TERM.format(self._name))
         if self._first_look.is_over:
             return
         if labels is not None:
