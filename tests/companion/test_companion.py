@@ -1,7 +1,5 @@
 """The companion: what it predicts and learns, random draws, outputs that it can follow, errors that name it."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import weakref
@@ -9,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import (
@@ -63,7 +61,7 @@ def test_forward_passes_of_one_backward_pass_share_one_of_the_companion():
 
 
 def test_another_architecture_equals_the_loop_written_out():
-    def small() -> nn.Module:
+    def small():
         torch.manual_seed(8)
         return nn.Sequential(nn.Linear(FEATURES, CLASSES)).double()
 
@@ -137,7 +135,7 @@ def test_companion_of_another_output_shape():
 LOADED = r"(?s)weights were loaded into the model since.*optimizer\.reset_companion\(\)"
 
 
-def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_start_anew() -> None:
+def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_start_anew():
     model, expected = mlp(), mlp()
     optimizer = wrap(model)
     best = copy.deepcopy(model.state_dict())
@@ -161,7 +159,7 @@ def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_star
     assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())
 
 
-def test_a_companion_that_was_given_is_not_built_again() -> None:
+def test_a_companion_that_was_given_is_not_built_again():
     given = wrap(mlp(), companion=mlp(seed=6))
     with pytest.raises(RuntimeError, match=r"given as a module.*load weights into it"):
         given.reset_companion()
@@ -193,13 +191,13 @@ def test_an_error_in_the_companions_forward_says_where_it_is_from():
 class Stateful(nn.Module):
     """Keeps its hidden state in an attribute, which the script detaches after each chunk of a sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.rnn, self.head = nn.GRU(3, 8, batch_first=True), nn.Linear(8, 4)
-        self.hidden: Tensor | None = None
+        self.hidden = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         output, self.hidden = self.rnn(x, self.hidden)
         return self.head(output)
 
@@ -208,7 +206,7 @@ def test_a_hidden_state_in_an_attribute_of_the_companion_is_named_and_detached_t
     model = Stateful()
     optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
 
-    def chunk(*networks: nn.Module) -> None:
+    def chunk(*networks):
         for network in networks:
             network.hidden = network.hidden.detach()
         optimizer.zero_grad()

@@ -1,21 +1,16 @@
 """companion_fraction: the companion gets a share of the rows of each batch, which alone are pulled (Table 10)."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -44,7 +39,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 SIZES = (16, 16, 16, 7, 16, 5, 4, 3, 2, 16)  # last batches, of which two rows or all are left
 
 
-def of_sizes(sizes: Any = SIZES) -> list[tuple[Tensor, Tensor]]:
+def of_sizes(sizes=SIZES):
     return [(x[:size], y[:size]) for size, (x, y) in zip(sizes, batches(len(sizes)), strict=True)]
 
 
@@ -61,7 +56,7 @@ def of_sizes(sizes: Any = SIZES) -> list[tuple[Tensor, Tensor]]:
         ("mlp", 0.9, huber),
     ],
 )
-def test_it_is_the_algorithm_on_the_drawn_rows(name: str, fraction: float, distance: Any, way: str) -> None:
+def test_it_is_the_algorithm_on_the_drawn_rows(name, fraction, distance, way):
     """With a companion that is another network, of batches of all sizes; dropout masks are the companion's own."""
     model, hand = MODELS[name](), MODELS[name]()
     companion = MODELS[name](seed=3)
@@ -83,7 +78,7 @@ def test_it_is_the_algorithm_on_the_drawn_rows(name: str, fraction: float, dista
     assert_same(optimizer.companion, companion, **CLOSE)
 
 
-def test_a_new_copy_gets_a_part_of_the_first_batch_too() -> None:
+def test_a_new_copy_gets_a_part_of_the_first_batch_too():
     """It is compared with the model on the whole batch, which leaves no trace in its statistics."""
     model, hand = batch_norm_net(), batch_norm_net()
     optimizer = wrap(model, companion_fraction=0.5, distance="squared")
@@ -101,13 +96,13 @@ def test_a_new_copy_gets_a_part_of_the_first_batch_too() -> None:
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("distance", ["squared", "mse", "l1"])
-def test_over_all_draws_the_mean_is_that_of_all_rows(distance: str, added: bool) -> None:
+def test_over_all_draws_the_mean_is_that_of_all_rows(distance, added):
     """Of the gradient of 4 images of 3 pixels, of which 2 are drawn."""
     torch.manual_seed(0)
     z, c, other = torch.randn(3, 4, CLASSES, 3).double().mul(4)
     function = distances.DISTANCES[distance]
 
-    def gradient(rows: list[int]) -> Tensor:
+    def gradient(rows):
         pull = pull_of(function, to_rows(z[rows]), to_rows(c[rows]))
         if len(rows) < 4:
             pull = pull._replace(drawn=torch.tensor(rows))
@@ -125,7 +120,7 @@ def test_over_all_draws_the_mean_is_that_of_all_rows(distance: str, added: bool)
 @pytest.mark.parametrize("way", ["line", "term"])
 @pytest.mark.parametrize("fraction", [0.25, 0.5])
 @pytest.mark.parametrize("build", [mlp, batch_norm_net, dropout_net])
-def test_micro_batches_have_rows_of_their_own(build: Any, fraction: float, way: str) -> None:
+def test_micro_batches_have_rows_of_their_own(build, fraction, way):
     """As autograd has it, with other factors and sizes in one step."""
     optimizer = reference.wrap("dcl", build(), companion=build(3), companion_fraction=fraction)
     hand = HandDCL(build(), companion=build(3), fraction=fraction)
@@ -141,7 +136,7 @@ def test_micro_batches_have_rows_of_their_own(build: Any, fraction: float, way: 
     assert_same_training(optimizer, hand, **CLOSE)
 
 
-def test_the_rows_of_micro_batches_differ_and_in_the_end_all_are_seen() -> None:
+def test_the_rows_of_micro_batches_differ_and_in_the_end_all_are_seen():
     """Row i moves column i of the companion's weight alone, so no row of a sorted loader is left out."""
     model, companion = nn.Linear(16, 3, bias=False).double(), nn.Linear(16, 3, bias=False).double()
     optimizer = wrap(model, companion=companion, companion_fraction=0.25)
@@ -161,15 +156,15 @@ def test_the_rows_of_micro_batches_differ_and_in_the_end_all_are_seen() -> None:
     assert seen.max() < 32
 
 
-def test_a_run_is_resumed_bit_for_bit() -> None:
+def test_a_run_is_resumed_bit_for_bit():
     """With dropout, and after a step that was skipped, as by a gradient scaler."""
     data = list(batches(9))
 
-    def built(seed: int) -> tuple[nn.Module, Any]:
+    def built(seed):
         model = dropout_net(seed)
         return model, wrap(model, companion_fraction=0.3)
 
-    def skip(model: nn.Module, optimizer: Any) -> None:
+    def skip(model, optimizer):
         F.cross_entropy(model(data[0][0]), data[0][1]).backward()
         optimizer.zero_grad()
 
@@ -189,7 +184,7 @@ def test_a_run_is_resumed_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("build", [batch_norm_net, dropout_net])
-def test_with_a_weight_of_0_the_model_is_the_bases_bit_for_bit(build: Any) -> None:
+def test_with_a_weight_of_0_the_model_is_the_bases_bit_for_bit(build):
     model, alone = build(), build()
     draws = []
     for network, optimizer in ((model, wrap(model, weight=0.0, companion_fraction=0.25)), (alone, sgd(alone))):
@@ -200,7 +195,7 @@ def test_with_a_weight_of_0_the_model_is_the_bases_bit_for_bit(build: Any) -> No
     assert_same(*draws)
 
 
-def test_all_rows_are_no_part() -> None:
+def test_all_rows_are_no_part():
     """0.999 of 16 rows: masks of dropout are the model's, and nothing is tried."""
     found = []
     for fraction in (1.0, 0.999):
@@ -211,7 +206,7 @@ def test_all_rows_are_no_part() -> None:
     assert_same(*found)
 
 
-def train_rank(rank: int, folder: Path) -> None:
+def train_rank(rank, folder):
     model, companion = nn.Linear(16, 3, bias=False).double(), nn.Linear(16, 3, bias=False).double()
     parallel = DistributedDataParallel(model)
     optimizer = DCLOptimizer(sgd(model), parallel, weight=1.0, companion=companion, companion_fraction=0.25)
@@ -229,7 +224,7 @@ def train_rank(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-def test_ranks_have_rows_of_their_own_and_one_companion(tmp_path: Path) -> None:
+def test_ranks_have_rows_of_their_own_and_one_companion(tmp_path):
     on_two_ranks(train_rank, tmp_path)
 
 
@@ -239,33 +234,33 @@ def test_ranks_have_rows_of_their_own_and_one_companion(tmp_path: Path) -> None:
 class Calls(nn.Module):
     """Notes how many rows its logits have in training mode."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lengths: list[int] = []
+        self.lengths = []
 
-    def noted(self, logits: Tensor) -> Tensor:
+    def noted(self, logits):
         if self.training:
             self.lengths.append(len(logits))
         return logits
 
 
 class Pixels(Calls):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Conv2d(2, CLASSES, 3, padding=1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.noted(self.net(x))
 
 
 class Tokens(Calls):
     """A text model: a dictionary of ids and mask, logits (rows, tokens, classes)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, CLASSES)
 
-    def forward(self, batch: dict[str, Tensor], scale: float = 1.0, *, table: Any = None) -> dict[str, Tensor]:
+    def forward(self, batch, scale=1.0, *, table=None):
         h = self.embed(batch["ids"])
         mean = (h * batch["mask"][..., None]).sum(1, keepdim=True) / batch["mask"].sum(1)[:, None, None]
         return {"logits": self.noted(self.head(h + mean) * scale)}
@@ -274,36 +269,36 @@ class Tokens(Calls):
 class WithTable(Calls):
     """Has the embeddings of the classes as an argument."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Linear(FEATURES, 4)
 
-    def forward(self, x: Tensor, *, table: Tensor) -> Tensor:
+    def forward(self, x, *, table):
         return self.noted(self.net(x) @ table.T)
 
 
-def images(number: int) -> tuple[Any, Tensor]:
+def images(number):
     return torch.randn(number, 2, 3, 4).double(), torch.randint(CLASSES, (number, 3, 4))
 
 
-def sentences(number: int) -> tuple[Any, Tensor]:
+def sentences(number):
     mask = (torch.rand(number, 4) > 0.3).double()
     mask[:, 0] = 1.0
     return {"ids": torch.randint(9, (number, 4)), "mask": mask}, torch.randint(CLASSES, (number, 4))
 
 
-def logits_of(output: Any) -> Tensor:
+def logits_of(output):
     return output["logits"] if isinstance(output, dict) else output
 
 
 @pytest.mark.parametrize("way", ["line", "term"])
 @pytest.mark.parametrize(("build", "batch"), [(Pixels, images), (Tokens, sentences)])
-def test_images_and_dictionaries_with_the_classes_last_are_cut(build: Any, batch: Any, way: str) -> None:
+def test_images_and_dictionaries_with_the_classes_last_are_cut(build, batch, way):
     torch.manual_seed(0)
     start, other = build().double(), build().double()
     data = [batch(number) for number in (8, 8, 12, 3)]
 
-    def loss(z: Tensor, y: Tensor) -> Tensor:
+    def loss(z, y):
         return F.cross_entropy(z if build is Pixels else z.movedim(-1, 1), y)
 
     optimizer = reference.wrap("dcl", copy.deepcopy(start), companion=copy.deepcopy(other), companion_fraction=0.25)
@@ -315,14 +310,14 @@ def test_images_and_dictionaries_with_the_classes_last_are_cut(build: Any, batch
     assert_same(optimizer.companion.state_dict(), hand.companion.state_dict(), **CLOSE)
 
 
-def test_a_table_is_not_cut_in_a_last_batch_of_as_many_rows() -> None:
+def test_a_table_is_not_cut_in_a_last_batch_of_as_many_rows():
     """What fits by chance is found each time that other arguments would be cut."""
     torch.manual_seed(0)
     model = WithTable().double()
     optimizer = wrap(model, companion_fraction=0.5)
     table = torch.randn(CLASSES, 4).double()
 
-    def step(x: Tensor, y: Tensor) -> None:
+    def step(x, y):
         optimizer.zero_grad()
         F.cross_entropy(model(x, table=table), y).backward()
         optimizer.step()
@@ -338,11 +333,11 @@ def test_a_table_is_not_cut_in_a_last_batch_of_as_many_rows() -> None:
     assert optimizer.companion.lengths[1:] == [8, CLASSES, 8, CLASSES]
 
 
-def test_trying_does_not_write_to_an_object_of_the_batch() -> None:
+def test_trying_does_not_write_to_an_object_of_the_batch():
     """Else the first prediction of the copy, of an object that was written to before, differs, with a warning."""
 
     class Halving(nn.Linear):
-        def forward(self, x: Tensor, batch: Any) -> Tensor:
+        def forward(self, x, batch):
             batch.scale = batch.scale / 2
             return super().forward(x) * batch.scale
 
@@ -354,11 +349,11 @@ def test_trying_does_not_write_to_an_object_of_the_batch() -> None:
         optimizer.step()
 
 
-def test_trying_leaves_no_trace() -> None:
+def test_trying_leaves_no_trace():
     """Neither in statistics nor in modes, layer by layer, nor in what the network notes in training."""
 
     class Twisted(nn.Linear):
-        def train(self, mode: bool = True) -> Any:
+        def train(self, mode=True):
             assert not hasattr(self, "is_made") or mode, "as layers that merge weights in eval()"
             return super().train(mode)
 
@@ -378,36 +373,36 @@ def test_trying_leaves_no_trace() -> None:
 
 
 class TimeFirst(Calls):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.lstm, self.head = nn.LSTM(FEATURES, 8), nn.Linear(8, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.noted(self.head(self.lstm(x)[0][-1]))
 
 
 class AllTimes(TimeFirst):
     """Gives logits with the time first, which are no rows by themselves."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.noted(self.head(self.lstm(x)[0]))
 
 
 class OfLists(Calls):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = mlp().float()
 
-    def forward(self, images: list[Tensor]) -> Tensor:
+    def forward(self, images):
         return self.noted(torch.stack([self.net(image).mean(0) for image in images]))
 
 
 class Graph(Calls):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
 
-    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+    def forward(self, x, edges):
         self.has_left = getattr(self, "has_left", False) or bool(edges.max() >= len(x))
         h = self.first(x)
         return self.noted(self.second(h.index_add(0, edges[1], h[edges[0]])))
@@ -416,38 +411,38 @@ class Graph(Calls):
 class Masked(Calls):
     """A mask of the tokens, of which there are as many as rows."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Linear(1, CLASSES)
 
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+    def forward(self, batch):
         return self.noted(self.net((batch["x"] * batch["mask"]).mean(1, keepdim=True)))
 
 
 class BatchStatistics(Calls):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = nn.Sequential(nn.BatchNorm1d(FEATURES, track_running_stats=False), nn.Linear(FEATURES, CLASSES))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.noted(self.net(x))
 
 
 class Padded(TimeFirst):
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch):
         return self.noted(self.head(self.lstm(batch)[1][0][-1]))
 
 
 class TrainsOnly(OfLists):
     """Raises in evaluation mode."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         assert self.training
         return self.noted(self.net(x))
 
 
 N = 6
-NOT_CUT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], tuple[int, ...]]] = {
+NOT_CUT = {
     "time first": (TimeFirst, lambda: (torch.randn(5, N, FEATURES),), (N,)),
     "as many times as rows": (TimeFirst, lambda: (torch.randn(N, N, FEATURES),), (N,)),
     "logits with the time first": (AllTimes, lambda: (torch.randn(N, 3, FEATURES),), (N, 3)),
@@ -467,7 +462,7 @@ NOT_CUT: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]],
 
 
 @pytest.mark.parametrize("name", NOT_CUT)
-def test_what_cannot_be_cut_runs_whole_with_one_warning_that_says_what_it_costs(name: str) -> None:
+def test_what_cannot_be_cut_runs_whole_with_one_warning_that_says_what_it_costs(name):
     """Bit for bit as with a fraction of 1."""
     build, make, shape = NOT_CUT[name]
     found = []

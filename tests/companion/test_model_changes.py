@@ -1,15 +1,12 @@
 """What a script does to the model in the middle of a run, and the companion follows: place, mode, frozen layers."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
@@ -33,14 +30,14 @@ DATA = list(batches(5))
 AGAIN = r"trains other parameters than before.*the companion is copied from the model again"
 
 
-def flat(module: nn.Module) -> Tensor:
+def flat(module):
     return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
 
 
 # ---- device, dtype and mode ------------------------------------------------------------------------------------------
 
 
-def unfrozen(by_hand: bool) -> DCLOptimizer:
+def unfrozen(by_hand):
     """Train, unfreeze a layer, and train on: with a companion that the script resets, or not."""
     model = mlp()
     model[0].requires_grad_(False)
@@ -55,13 +52,13 @@ def unfrozen(by_hand: bool) -> DCLOptimizer:
     return optimizer
 
 
-def test_the_companion_is_copied_again_when_a_layer_is_unfrozen() -> None:
+def test_the_companion_is_copied_again_when_a_layer_is_unfrozen():
     """As by hand, and said once; test_model_structure adds groups."""
     assert_same_networks(unfrozen(by_hand=False), unfrozen(by_hand=True))
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_of_a_model_that_is_converted_in_mid_run_there_is_another_copy_and_a_warning(loaded: bool) -> None:
+def test_of_a_model_that_is_converted_in_mid_run_there_is_another_copy_and_a_warning(loaded):
     model = mlp()
     optimizer = wrap(model)
     train(model, optimizer, DATA[:2])
@@ -78,7 +75,7 @@ def test_of_a_model_that_is_converted_in_mid_run_there_is_another_copy_and_a_war
     assert_same(optimizer.companion, expected)
 
 
-def test_layers_that_are_frozen_in_turn_keep_their_companion() -> None:
+def test_layers_that_are_frozen_in_turn_keep_their_companion():
     """As block-coordinate training and GANs freeze them; the written-out loop with a companion that is frozen too."""
     model, hand = mlp(), mlp()
     companion = copy.deepcopy(hand)
@@ -119,17 +116,17 @@ def test_modes_are_mirrored_module_by_module():
 class Elsewhere(nn.Module):
     """A companion on another device or of another dtype, which moves its inputs itself."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network):
         super().__init__()
         self.network = network
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.network(x.to(next(self.network.parameters())))
+    def forward(self, x):
+        logits = self.network(x.to(next(self.network.parameters())))
         return logits
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("mlp", torch.float32), ("batch_norm", torch.bfloat16)])
-def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name: str, dtype: torch.dtype) -> None:
+def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name, dtype):
     model, hand, start = MODELS[name](), MODELS[name](), MODELS[name]()
     optimizer = wrap(model, companion=Elsewhere(copy.deepcopy(model).to(dtype)))
     companion = Elsewhere(Rounded(copy.deepcopy(hand), dtype))
@@ -143,7 +140,7 @@ def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name: str
     assert {parameter.dtype for parameter in optimizer.companion.parameters()} == {dtype}
 
 
-def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does() -> None:
+def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does():
     """Of a whole copy under a base of the head alone, the body is as untrained as the model's."""
     model = mlp()
     model[0].requires_grad_(False)
@@ -163,7 +160,7 @@ def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does()
     assert not torch.equal(whole[2].weight, mlp()[2].weight)
 
 
-def test_a_given_companion_that_shares_what_is_unfrozen_is_refused() -> None:
+def test_a_given_companion_that_shares_what_is_unfrozen_is_refused():
     """Its backward pass would add to the model's gradients."""
     model = mlp()
     model[0].requires_grad_(False)
@@ -178,7 +175,7 @@ def test_a_given_companion_that_shares_what_is_unfrozen_is_refused() -> None:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen: bool) -> None:
+def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen):
     """Frozen parameters are the very same; others, which may get gradients of the script's, share their memory."""
     model = mlp()
     model[0].requires_grad_(not frozen)
@@ -209,13 +206,13 @@ def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen: bool) -> N
 class MoCo(nn.Module):
     """Logits with those of a key encoder, which follows the encoder in each forward pass."""
 
-    def __init__(self, in_place: bool = True) -> None:
+    def __init__(self, in_place=True):
         super().__init__()
         self.net, self.keys, self.in_place = mlp(), mlp(), in_place
         self.keys.requires_grad_(False)
         self.still = nn.Parameter(torch.ones(CLASSES, dtype=torch.float64), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             for slow, fast in zip(self.keys.parameters(), self.net.parameters(), strict=True):
                 if self.in_place:
@@ -226,7 +223,7 @@ class MoCo(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place: bool) -> None:
+def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place):
     model = MoCo(in_place)
     optimizer = wrap(model)
     with pytest.raises(RuntimeError, match=r"writes to the model's own tensors.*, or pass companion="):
@@ -237,19 +234,19 @@ def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place: bool
 class Statistics(nn.Module):
     """Keeps a running mean in a frozen parameter, and writes to its data, which torch does not count."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate):
         super().__init__()
         self.net, self.rate = mlp(), rate
         self.mean = nn.Parameter(torch.zeros(FEATURES, dtype=torch.float64), requires_grad=False)
         self.table = nn.Parameter(torch.tensor([torch.nan, -torch.inf]), requires_grad=False)
         self.codes = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.mean.data.lerp_(x.mean(0), self.rate)
         return self.net(x - self.mean)
 
 
-def test_frozen_parameters_whose_data_the_forward_writes_to_are_refused() -> None:
+def test_frozen_parameters_whose_data_the_forward_writes_to_are_refused():
     """The companion would write to them a second time. With a rate of 0 nothing changes."""
     model = Statistics(0.1)
     optimizer = wrap(model)
@@ -266,17 +263,17 @@ def test_frozen_parameters_whose_data_the_forward_writes_to_are_refused() -> Non
 
 # ---- what a forward pass leaves outside of its output ----------------------------------------------------------------
 
-REGISTRY: list[Tensor] = []
+REGISTRY = []
 
 
 class Regular(nn.Module):
     """Puts a term of the loss into a list that is no part of the model."""
 
-    def __init__(self, of: str) -> None:
+    def __init__(self, of):
         super().__init__()
         self.net, self.of = mlp(), of
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.net[:2](x)
         REGISTRY.append(self.net[0].weight.abs().mean() if self.of == "weights" else hidden.square().mean())
         return self.net[2:](hidden)
@@ -285,7 +282,7 @@ class Regular(nn.Module):
 @pytest.mark.guard
 @pytest.mark.parametrize("way", ["line", "term"])
 @pytest.mark.parametrize("of", ["weights", "activations"])
-def test_a_term_that_a_list_outside_of_the_model_has_twice_is_an_error_that_names_it(of: str, way: str) -> None:
+def test_a_term_that_a_list_outside_of_the_model_has_twice_is_an_error_that_names_it(of, way):
     model = Regular(of)
     optimizer = wrap(model, weight=0.0)
     (x, y) = one()
@@ -299,7 +296,7 @@ def test_a_term_that_a_list_outside_of_the_model_has_twice_is_an_error_that_name
     optimizer.detach()
 
 
-def test_a_given_companion_begins_without_the_gradients_of_the_script() -> None:
+def test_a_given_companion_begins_without_the_gradients_of_the_script():
     found = []
     for has_gradients in (True, False):
         model, companion = mlp(), mlp(1)
@@ -314,12 +311,12 @@ def test_a_given_companion_begins_without_the_gradients_of_the_script() -> None:
 class Keeping(nn.Module):
     """Appends its hidden values to a list, which the script empties."""
 
-    def __init__(self, reads: bool = False) -> None:
+    def __init__(self, reads=False):
         super().__init__()
         self.net, self.reads = mlp(), reads
-        self.kept: list[Tensor] = []
+        self.kept = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.net[:2](x)
         self.kept.append(hidden)
         read = self.kept if self.reads else [hidden]
@@ -327,7 +324,7 @@ class Keeping(nn.Module):
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces: bool) -> None:
+def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces):
     model = Keeping()
     optimizer = wrap(model)
     for x, y in batches(6):
@@ -342,7 +339,7 @@ def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces:
     assert len(optimizer.companion.kept) <= 2
 
 
-def test_a_list_that_the_script_empties_is_empty_for_the_companion_too() -> None:
+def test_a_list_that_the_script_empties_is_empty_for_the_companion_too():
     found = []
     for reads in (True, False):
         model = Keeping(reads)
@@ -354,11 +351,11 @@ def test_a_list_that_the_script_empties_is_empty_for_the_companion_too() -> None
     assert_same(*found)
 
 
-def test_a_model_whose_parameters_are_another_list_trains() -> None:
+def test_a_model_whose_parameters_are_another_list_trains():
     class Listed(nn.Linear):
         """As a MAML script: ``parameters`` gives those of the inner loop, as a list."""
 
-        def parameters(self, recurse: bool = True) -> Any:
+        def parameters(self, recurse=True):
             return [self.weight]
 
     model = Listed(FEATURES, CLASSES).double()

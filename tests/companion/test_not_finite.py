@@ -1,16 +1,12 @@
 """A companion whose weights are not finite is copied anew from the model; the script's own one is not."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.pytorch.synchronization import SYNC_INTERVAL
@@ -20,25 +16,25 @@ NAN, INF = float("nan"), float("inf")
 COPIED = "weights are not finite.*it is copied from the model again"
 
 
-def wrap(model: nn.Module, base: Any = torch.optim.AdamW, **options: Any) -> DCLOptimizer:
+def wrap(model, base=torch.optim.AdamW, **options):
     return DCLOptimizer(
         base(model.parameters(), lr=1e-2), model, **{"weight": 0.7, "alpha": 0.4} | options, companion_fraction=1
     )
 
 
-def is_finite(model: nn.Module) -> bool:
+def is_finite(model):
     return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
-def spoil_a_weight(optimizer: DCLOptimizer) -> None:
+def spoil_a_weight(optimizer):
     optimizer.companion[0].weight.data[0, 0] = NAN
 
 
-def overflow(optimizer: DCLOptimizer) -> None:
+def overflow(optimizer):
     optimizer.companion[2].bias.data.fill_(INF)
 
 
-def load_nan(optimizer: DCLOptimizer) -> None:
+def load_nan(optimizer):
     state = optimizer.state_dict()
     state["dcl_optim.DCLOptimizer"]["forecaster"]["model"]["0.weight"][0] = NAN
     optimizer.load_state_dict(state)
@@ -114,12 +110,12 @@ def test_on_a_gpu_it_is_found_once_in_a_hundred_steps():
 STEPS = (4, 5)  # in which the first rank's batch is not finite; steps 1, 2 and 4 read values
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank, folder):
     for step in STEPS:
         torch.save(one_rank_meets_it(rank, step), folder / f"{step} {rank}.pt")
 
 
-def one_rank_meets_it(rank: int, step: int) -> list[Tensor]:
+def one_rank_meets_it(rank, step):
     model = nn.parallel.DistributedDataParallel(mlp())
     optimizer = wrap(model)
     data = list(batches(10))
@@ -144,5 +140,5 @@ def one_rank_meets_it(rank: int, step: int) -> list[Tensor]:
 
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 @pytest.mark.parametrize("step", STEPS)
-def test_a_rank_whose_batch_is_not_finite_leaves_the_others_in_step(step, ranks: Path):
+def test_a_rank_whose_batch_is_not_finite_leaves_the_others_in_step(step, ranks):
     assert_same(*(torch.load(ranks / f"{step} {rank}.pt") for rank in (0, 1)))

@@ -1,12 +1,9 @@
 """The companion's optimizer: what it is built of, whose options it follows, and what it counts by itself."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -49,19 +46,19 @@ def test_companion_optimizer_of_its_own():
 class Muon(torch.optim.Optimizer):
     """Takes groups of exactly its keys, as implementations of Muon do."""
 
-    def __init__(self, groups: Any) -> None:
+    def __init__(self, groups):
         for group in groups:
             assert group.keys() == {"params", "lr", "use_muon"}
             group["params"] = sorted(group["params"], key=lambda parameter: parameter.numel(), reverse=True)
         super().__init__(groups, {})
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.data -= group["lr"] * parameter.grad.sign()
 
 
-def test_a_base_that_asserts_its_keys_under_a_scheduler_has_a_companion() -> None:
+def test_a_base_that_asserts_its_keys_under_a_scheduler_has_a_companion():
     """Schedulers put keys of theirs into the groups, before the copy is made and later."""
     model = mlp()
     groups = [{"params": list(layer.parameters()), "lr": 0.01, "use_muon": True} for layer in (model[2], model[0])]
@@ -83,7 +80,7 @@ def test_a_base_that_asserts_its_keys_under_a_scheduler_has_a_companion() -> Non
 class HoldsOthers(torch.optim.Optimizer):
     """Gives each of its groups to an optimizer that it holds, and keeps the first groups for the schedule."""
 
-    def __init__(self, groups: Any, kept_as: str) -> None:
+    def __init__(self, groups, kept_as):
         super().__init__(groups, {"lr": 0.1})
         inner = [torch.optim.SGD([group], momentum=0.9) for group in self.param_groups]
         if kept_as == "list":
@@ -96,14 +93,14 @@ class HoldsOthers(torch.optim.Optimizer):
         self.names = ["matrices"]  # which its step needs, and torch's own copies of optimizers lose
         self.kept_as = kept_as
 
-    def _inner(self) -> list[torch.optim.Optimizer]:
+    def _inner(self):
         if self.kept_as == "list":
             return self.all
         if self.kept_as == "dictionary":
             return [self.all["of"][self.names[0]], *self.all["of"]["others"]]
         return [getattr(self, self.kept_as), self.other]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for one in self._inner():
             one.step()
 
@@ -111,32 +108,32 @@ class HoldsOthers(torch.optim.Optimizer):
 class HandsOn(torch.optim.Optimizer):
     """Hands all but its step on to the optimizer that it holds, as those of averages of weights do."""
 
-    def __init__(self, base: torch.optim.Optimizer) -> None:
+    def __init__(self, base):
         self.inner = base
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(vars(self)["inner"], name)
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return self.inner.step(closure)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         self.inner.zero_grad(set_to_none)
 
 
-def groups_by_shape(model: nn.Module) -> list[dict[str, Any]]:
+def groups_by_shape(model):
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
     return [{"params": matrices, "lr": 0.1}, {"params": others, "lr": 0.05}]
 
 
 @pytest.mark.parametrize("kept_as", ["muon", "optim", "base_optimizer", "list", "dictionary", "handed on"])
-def test_the_optimizers_that_a_base_holds_follow_its_schedule_in_the_companion_too(kept_as: str) -> None:
+def test_the_optimizers_that_a_base_holds_follow_its_schedule_in_the_companion_too(kept_as):
     """As one optimizer with these groups does, bit for bit."""
     runs = []
     for holds in (True, False):
         model = mlp()
-        base: Any = torch.optim.SGD(groups_by_shape(model), momentum=0.9)
+        base = torch.optim.SGD(groups_by_shape(model), momentum=0.9)
         if holds:
             base = HandsOn(base) if kept_as == "handed on" else HoldsOthers(groups_by_shape(model), kept_as)
         optimizer = DCLOptimizer(base, model, weight=1.0, alpha=0.6, companion_fraction=1)
@@ -151,7 +148,7 @@ def test_the_optimizers_that_a_base_holds_follow_its_schedule_in_the_companion_t
 
 
 @pytest.mark.parametrize("kept_as", ["muon", "list", "dictionary"])
-def test_those_that_have_stepped_begin_without_their_state_in_the_companion(kept_as: str) -> None:
+def test_those_that_have_stepped_begin_without_their_state_in_the_companion(kept_as):
     model = mlp()
     base = HoldsOthers(groups_by_shape(model), kept_as)
     train(model, base, batches(2))
@@ -164,7 +161,7 @@ def test_those_that_have_stepped_begin_without_their_state_in_the_companion(kept
 class Holding(torch.optim.SGD):
     """Holds something that no copy can be made of."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, lr=0.1)
         self.lock = threading.Lock()
 
@@ -174,13 +171,13 @@ class NeedsMore(torch.optim.SGD):
 
     is_made = False
 
-    def __init__(self, params: Any, extra: int) -> None:
+    def __init__(self, params, extra):
         assert not self.is_made
         super().__init__(params, lr=0.1 * extra, momentum=0.9)
         type(self).is_made = True
 
 
-def test_a_base_is_copied_whatever_its_constructor_takes() -> None:
+def test_a_base_is_copied_whatever_its_constructor_takes():
     model, expected = mlp(), mlp()
     optimizer = DCLOptimizer(NeedsMore(model.parameters(), extra=1), model, weight=1.0, companion_fraction=1)
     other = wrap(expected)
@@ -197,7 +194,7 @@ class OfAScript(torch.optim.Adam):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, OfAScript])
-def test_the_copy_of_a_base_that_has_stepped_starts_without_its_state_and_shares_none_of_it(kind: Any) -> None:
+def test_the_copy_of_a_base_that_has_stepped_starts_without_its_state_and_shares_none_of_it(kind):
     model = mlp()
     base = kind(model.parameters(), lr=0.01)
     train(model, base, batches(3))
@@ -214,18 +211,18 @@ def test_the_copy_of_a_base_that_has_stepped_starts_without_its_state_and_shares
 class StateFromTheStart(torch.optim.SGD):
     """Makes its state in its constructor, as apollo-torch and torch_optimizer's MADGRAD do."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, lr=0.1)
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state[parameter]["mean"] = torch.zeros_like(parameter)
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             parameter.data -= 0.1 * self.state[parameter]["mean"].lerp_(parameter.grad, 0.1)
 
 
-def test_a_state_of_the_constructor_which_a_copy_lacks_is_an_error_with_a_note_in_its_first_step() -> None:
+def test_a_state_of_the_constructor_which_a_copy_lacks_is_an_error_with_a_note_in_its_first_step():
     model = mlp()
     optimizer = DCLOptimizer(StateFromTheStart(model.parameters()), model, companion_fraction=1)
     train(model, optimizer, batches(1))  # the first gradient is zero
@@ -235,7 +232,7 @@ def test_a_state_of_the_constructor_which_a_copy_lacks_is_an_error_with_a_note_i
         assert "the companion's optimizer: pass companion_optimizer=" in caught.value.__notes__[0]
 
 
-def test_an_optimizer_of_sparse_gradients_that_has_stepped_is_no_such_one() -> None:
+def test_an_optimizer_of_sparse_gradients_that_has_stepped_is_no_such_one():
     model = nn.Embedding(FEATURES, CLASSES, sparse=True)
     base = torch.optim.SparseAdam(model.parameters(), lr=0.1)
     data = [(torch.arange(FEATURES), torch.arange(FEATURES) % CLASSES)] * 3
@@ -249,19 +246,19 @@ def test_an_optimizer_of_sparse_gradients_that_has_stepped_is_no_such_one() -> N
 class StepsByItself(torch.optim.Optimizer):
     """Has tables of hooks, but not torch's constructor, as timm's Lookahead."""
 
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self._optimizer_step_pre_hooks: dict[int, Any] = {}
-        self._optimizer_step_post_hooks: dict[int, Any] = {}
+    def __init__(self, inner):
+        self._optimizer_step_pre_hooks = {}
+        self._optimizer_step_post_hooks = {}
         self.inner = inner
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.defaults = inner.defaults
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return self.inner.step(closure)
 
 
-def test_making_a_companions_optimizer_does_not_change_the_class_of_the_base() -> None:
+def test_making_a_companions_optimizer_does_not_change_the_class_of_the_base():
     model = mlp()
     step = StepsByItself.step
     optimizer = DCLOptimizer(StepsByItself(sgd(model)), model, companion_fraction=1)
@@ -276,7 +273,7 @@ def test_making_a_companions_optimizer_does_not_change_the_class_of_the_base() -
         (lambda model: Holding(model.parameters()), r"the Holding could not be copied .*lock"),
     ],
 )
-def test_what_cannot_train_a_companion_is_refused_at_wrapping(base: Any, message: str) -> None:
+def test_what_cannot_train_a_companion_is_refused_at_wrapping(base, message):
     model = mlp()
     made = base(model)
     with pytest.raises(ValueError, match=rf"{message}.*companion_optimizer="):
@@ -333,7 +330,7 @@ def test_what_an_optimizer_counts_in_its_groups_is_its_own_and_what_the_script_s
 class DividesByTheFirst(torch.optim.SGD):
     """Divides each gradient by the size of the first, as AdamS and ADOPT by an average of it."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
                 first = self.state[parameter].setdefault("first", parameter.grad.abs().max() + 1e-9)
@@ -342,11 +339,11 @@ class DividesByTheFirst(torch.optim.SGD):
 
 @pytest.mark.parametrize("way", ["copied", "made by the script"])
 @pytest.mark.parametrize("still", [0, 3])
-def test_the_companions_optimizer_begins_with_the_first_gradient_that_is_not_zero(way: str, still: int) -> None:
+def test_the_companions_optimizer_begins_with_the_first_gradient_that_is_not_zero(way, still):
     """A copy of the model begins with zeros; more of them come while the learning rate is 0."""
     model, hand = mlp(), mlp()
     companion = copy.deepcopy(hand)
-    make: Any = partial(DividesByTheFirst, lr=0.01)
+    make = partial(DividesByTheFirst, lr=0.01)
     base = make(model.parameters())
     optimizer = DCLOptimizer(
         base, model, alpha=0.6, companion_optimizer=None if way == "copied" else make, companion_fraction=1
@@ -370,7 +367,7 @@ def test_the_companions_optimizer_begins_with_the_first_gradient_that_is_not_zer
     assert (optimizer.companion[0].weight - mlp()[0].weight).abs().max() < 0.1
 
 
-def test_a_companions_optimizer_that_has_begun_steps_with_gradients_of_zero_also_when_resumed() -> None:
+def test_a_companions_optimizer_that_has_begun_steps_with_gradients_of_zero_also_when_resumed():
     """Its weight decay goes on where alpha = 1 leaves no gradient."""
     model, resumed = mlp(), mlp()
     optimizer, second = (
@@ -394,7 +391,7 @@ def test_a_companions_optimizer_that_has_begun_steps_with_gradients_of_zero_also
 
 
 @pytest.mark.integration
-def test_the_optimizers_mode_is_the_companions_from_its_start() -> None:
+def test_the_optimizers_mode_is_the_companions_from_its_start():
     from schedulefree import SGDScheduleFree
 
     found = []
@@ -411,7 +408,7 @@ def test_the_optimizers_mode_is_the_companions_from_its_start() -> None:
     assert_same(found[0][1], found[1][1])
 
 
-def test_sparse_gradients_train_as_dense_ones() -> None:
+def test_sparse_gradients_train_as_dense_ones():
     """Those of several backward passes are added up without being coalesced."""
     runs = []
     for sparse in (False, True):

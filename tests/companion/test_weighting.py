@@ -1,23 +1,21 @@
 """What each forward pass counts for in the companion's step, also where factors are 0 or negative; 16 bits."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import assert_same, batches, mlp, sgd, wrap
 
 
-def loss_by_the_line(optimizer: DCLOptimizer, x: Tensor, y: Tensor) -> Tensor:
+def loss_by_the_line(optimizer, x, y):
     return F.cross_entropy(optimizer.model(x), y)
 
 
-def loss_with_the_term(optimizer: DCLOptimizer, x: Tensor, y: Tensor) -> Tensor:
+def loss_with_the_term(optimizer, x, y):
     z = optimizer.model(x)
     return F.mse_loss(z, torch.ones_like(z)) + optimizer.penalty(z)
 

@@ -1,10 +1,7 @@
 """What the wrapper costs beside the mathematics: Python per layer, waiting for a device, memory kept, garbage left."""
 
-from __future__ import annotations
-
 import gc
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -35,30 +32,30 @@ from tests.helpers import (
 from tests.reference import train, train_by_closures
 
 
-def dcl(model: nn.Module, **options: Any) -> DCLOptimizer:
+def dcl(model, **options):
     return DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
 
 
-def dcp(model: nn.Module, **options: Any) -> DCPOptimizer:
+def dcp(model, **options):
     return DCPOptimizer(sgd(model), model, **{"weight": 1.0, "alpha": 0.6, "num_classes": CLASSES} | options)
 
 
-def plain(optimizer: Any, x: Tensor, y: Tensor) -> None:
+def plain(optimizer, x, y):
     train(optimizer, [(x, y)], "line", F.cross_entropy)
 
 
-def closed(optimizer: Any, x: Tensor, y: Tensor) -> None:
+def closed(optimizer, x, y):
     train_by_closures(optimizer, [(x, y)], F.cross_entropy, "line")
 
 
-def accumulated(optimizer: Any, x: Tensor, y: Tensor) -> None:
+def accumulated(optimizer, x, y):
     optimizer.zero_grad()
     for part, labels in zip(x.chunk(2), y.chunk(2), strict=True):
         (F.cross_entropy(optimizer.model(part), labels) / 2).backward()
     optimizer.step()
 
 
-def by_term(optimizer: Any, x: Tensor, y: Tensor) -> None:
+def by_term(optimizer, x, y):
     train(optimizer, [(x, y)], "term", F.cross_entropy)
 
 
@@ -73,37 +70,37 @@ Step = Callable[[Any, Tensor, Tensor], None]
 class Deep(nn.Module):
     """Many layers before the head."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(layers)])
         self.head = nn.Linear(FEATURES, CLASSES)
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.body:
             x = torch.tanh(layer(x))
         return self.head(x)
 
 
-def frozen(layers: int) -> Deep:
+def frozen(layers):
     model = Deep(layers)
     model.body.requires_grad_(False)
     return model
 
 
-def head_only(layers: int) -> DCLOptimizer:
+def head_only(layers):
     model = frozen(layers)
     return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
 
 
-def in_groups(layers: int) -> DCLOptimizer:
+def in_groups(layers):
     model = Deep(layers)
     groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.01}]
     return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0, companion_fraction=1)
 
 
-SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {
+SCENARIOS = {
     "DCL": (lambda layers: dcl(Deep(layers)), plain),
     "DCL, two groups": (in_groups, plain),
     "DCL, half the rows": (lambda layers: dcl(Deep(layers), companion_fraction=0.5), plain),
@@ -115,7 +112,7 @@ LINES = 4  # of Python for a parameter, in a step; torch's own zero_grad has mor
 MOST_LINES = {"DCL, float16": 7}  # the companion's gradients are moved to those of its float32 weights
 
 
-def work_of_a_step(optimizer: Any, step: Step) -> Counter[str]:
+def work_of_a_step(optimizer, step):
     dtype = next(optimizer.model.parameters()).dtype
     *first, last = batches(5, dtype=dtype)  # steps 1, 2 and 4 read values
     for batch in first:
@@ -125,7 +122,7 @@ def work_of_a_step(optimizer: Any, step: Step) -> Counter[str]:
     return work.places
 
 
-def assert_nearly_flat(make: Callable[[int], Any], step: Step, lines: int = LINES) -> None:
+def assert_nearly_flat(make, step, lines=LINES):
     few, many = (work_of_a_step(make(layers), step) for layers in (2, 20))
     assert few.total() > 30
     growing = {place: (few[place], many[place]) for place in sorted(few | many) if few[place] != many[place]}
@@ -143,10 +140,10 @@ def test_a_step_of_several_processes_does_little_python_for_more_layers():
 
 
 def test_the_count_sees_a_loop_over_parameters():
-    def work(layers: int) -> int:
+    def work(layers):
         model = Deep(layers)
 
-        def logits(output: Tensor) -> Tensor:
+        def logits(output):
             shapes = []
             for parameter in model.parameters():
                 shape = parameter.shape
@@ -162,7 +159,7 @@ def test_the_count_sees_a_loop_over_parameters():
 
 
 class Small(nn.Sequential):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__(nn.Linear(FEATURES, 12, dtype=dtype), nn.BatchNorm1d(12, dtype=dtype), nn.ReLU())
         self.append(nn.Linear(12, CLASSES, dtype=dtype))
 
@@ -197,7 +194,7 @@ def test_a_thousand_steps_keep_no_more_memory_than_ten(wrapper, older_objects):
     both, data = (WRAPPERS[wrapper](mlp()), WRAPPERS[wrapper](mlp())), list(batches(4))
     schedule = itertools.cycle(itertools.product(LOOPS, data))
 
-    def memory_after(steps: int) -> tuple[tuple[int, int], int, int]:
+    def memory_after(steps):
         for loop, batch in itertools.islice(schedule, steps):
             LOOPS[loop](both[loop == "term"], *batch)
         gc.collect()
@@ -223,7 +220,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(wrapper, loop):
     assert kept[2:] == kept[2:3] * 6
 
 
-def detaching() -> saved_tensors_hooks:
+def detaching():
     return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
@@ -274,7 +271,7 @@ def test_the_companions_activations_end_with_the_step_though_the_output_is_kept(
 def test_a_cycle_that_holds_a_tensor_is_seen():
     with no_collector(), Storages() as storages:
         before = storages.live()
-        cycle: list[Any] = [torch.zeros(3) + 1]
+        cycle = [torch.zeros(3) + 1]
         cycle.append(cycle)
         del cycle
         assert storages.live() > before

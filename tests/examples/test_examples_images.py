@@ -1,9 +1,6 @@
 """The example of image classification: it learns, and its checkpoints continue a run to the last bit."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from tests.project.test_own_script import execute
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
+def one_thread():
     """As in the processes that `execute` starts: sums split over another number of threads round otherwise."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

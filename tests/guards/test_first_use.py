@@ -1,9 +1,6 @@
 """What a newcomer gets wrong is said: once, in three lines at most, with the cause that was seen and the fix."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from tests.reference import EACH, train_by_closures, wrap
 WRAPPERS = [DCLOptimizer, DCPOptimizer]
 
 
-def is_short(message: str) -> bool:
+def is_short(message):
     lines = message.splitlines()
     return len(lines) <= 3 and max(map(len, lines)) <= 200
 
@@ -27,12 +24,12 @@ def is_short(message: str) -> bool:
 
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrapper: Any, to_none: bool) -> None:
+def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrapper, to_none):
     model = mlp()
     base = sgd(model)
     optimizer = wrapper(base, model)
 
-    def step() -> None:
+    def step():
         base.zero_grad(to_none)
         backward(model, *one())
         base.step()
@@ -51,28 +48,28 @@ def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrap
 # ---- a step without a backward pass ----------------------------------------------------------------------------------
 
 
-def stepped_twice(model: Any, optimizer: Any) -> None:
+def stepped_twice(model, optimizer):
     """As for a step of weight decay alone."""
     train(model, optimizer, batches(1))
     optimizer.step()
 
 
-def loaded_in_between(model: Any, optimizer: Any) -> None:
+def loaded_in_between(model, optimizer):
     state = copy.deepcopy(optimizer.state_dict())
     backward(model, *one())
     optimizer.load_state_dict(state)
     optimizer.step()
 
 
-def in_eval_mode(model: Any, optimizer: Any) -> None:
+def in_eval_mode(model, optimizer):
     train(model.eval(), optimizer, batches(1))
 
 
-def forward_called(model: Any, optimizer: Any) -> None:
+def forward_called(model, optimizer):
     train(model.forward, optimizer, batches(1))
 
 
-def second_gradient(model: Any, optimizer: Any) -> None:
+def second_gradient(model, optimizer):
     x, y = one()
     loss = F.cross_entropy(model(x), y)
     for parameter, gradient in zip(
@@ -82,7 +79,7 @@ def second_gradient(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-def other_logits(model: Any, optimizer: Any) -> None:
+def other_logits(model, optimizer):
     x, y = one()
     model(x)
     backward(nn.Sequential(*model), x, y)
@@ -101,7 +98,7 @@ def other_logits(model: Any, optimizer: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_step_without_a_regularized_gradient_says_what_was_seen(wrapper: Any, misuse: Any, cause: str) -> None:
+def test_a_step_without_a_regularized_gradient_says_what_was_seen(wrapper, misuse, cause):
     model = mlp()
     optimizer = wrapper(sgd(model), model)
     with pytest.raises(RuntimeError, match=rf"(?s)no backward.*training forward.*{cause}") as caught:
@@ -132,7 +129,7 @@ def test_step_without_a_training_forward_is_an_error_that_changes_nothing():
 
 
 @EACH
-def test_lbfgs_refuses_the_line(variant: str) -> None:
+def test_lbfgs_refuses_the_line(variant):
     model = mlp()
     companion = {"companion_optimizer": torch.optim.SGD} if variant == "dcl" else {}
     optimizer = wrap(variant, model, torch.optim.LBFGS(model.parameters()), **companion)

@@ -1,15 +1,12 @@
 """Scores of the rows of a batch against each other (CLIP), which have no classes, are refused."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCPOptimizer
 from dcl_optim.pytorch import synchronization
@@ -18,16 +15,16 @@ from tests.helpers import train
 CLASSES, FEATURES = 12, 5
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     return nn.Linear(FEATURES, CLASSES).double()
 
 
-def wrap(model: nn.Module, **options: Any) -> DCPOptimizer:
+def wrap(model, **options):
     return DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
 
 
-def batches(steps: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+def batches(steps, size=8):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(steps, size, FEATURES, generator=generator, dtype=torch.float64)
     return list(zip(x, torch.randint(CLASSES, (steps, size), generator=generator), strict=True))
@@ -36,17 +33,17 @@ def batches(steps: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
 class Retrieval(nn.Module):
     """As CLIP: row i of the scores is x's row i against each row of w."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.scale = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4), scale
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         w = x + 0.1 * x.roll(1, 1)
         return self.scale * F.normalize(self.first(x), dim=1) @ F.normalize(self.second(w), dim=1).T
 
 
-def in_batch(scale: float = 1.0, **options: Any) -> tuple[DCPOptimizer, Tensor, Tensor]:
+def in_batch(scale=1.0, **options):
     model = Retrieval(scale)
     x = torch.randn(32, FEATURES, generator=torch.Generator().manual_seed(0))
     return DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options), model(x), torch.arange(32)

@@ -1,7 +1,5 @@
 """Weights that are loaded in the middle of a run, whose prototypes are those of other weights."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -14,12 +12,12 @@ LOADED = r"weights were loaded into the model since(?s:.*)DCPOptimizer\(optimize
 
 
 @pytest.mark.parametrize("way", ["line", "term"])
-def test_weights_loaded_in_mid_run_are_warned_of_once(way: str) -> None:
+def test_weights_loaded_in_mid_run_are_warned_of_once(way):
     model = mlp()
     optimizer = wrap("dcp", model)
     first = copy.deepcopy(model.state_dict())
 
-    def fold() -> None:
+    def fold():
         for x, y in batches(3):
             optimizer.zero_grad()
             z = model(x)

@@ -1,10 +1,7 @@
 """Wrappers that nobody holds, and steps of a model that nobody calls."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from tests.reference import EACH, term_of, wrap
 
 
 @pytest.mark.parametrize("wrapper", [DCLOptimizer, DCPOptimizer])
-def test_a_wrapper_that_is_not_kept_is_said_once(wrapper: Any) -> None:
+def test_a_wrapper_that_is_not_kept_is_said_once(wrapper):
     """A pass in evaluation mode before the training, or without gradients, says nothing."""
     model = mlp()
     base = sgd(model)
@@ -33,7 +30,7 @@ def test_a_wrapper_that_is_not_kept_is_said_once(wrapper: Any) -> None:
 
 @EACH
 @pytest.mark.parametrize("after", ["a step", "detach", "another wrapper", "a copy"])
-def test_a_model_that_goes_on_without_its_wrapper_is_right(variant: str, after: str) -> None:
+def test_a_model_that_goes_on_without_its_wrapper_is_right(variant, after):
     model = mlp()
     optimizer = wrap(variant, model)
     if after == "a step":
@@ -51,7 +48,7 @@ def test_a_model_that_goes_on_without_its_wrapper_is_right(variant: str, after: 
 
 @EACH
 @pytest.mark.parametrize("trained", ["built again", "a copy"])
-def test_a_second_step_without_gradients_and_forward_pass_is_said(variant: str, trained: str) -> None:
+def test_a_second_step_without_gradients_and_forward_pass_is_said(variant, trained):
     model = mlp()
     optimizer = wrap(variant, model)
     other = mlp() if trained == "built again" else copy.deepcopy(model)
@@ -63,7 +60,7 @@ def test_a_second_step_without_gradients_and_forward_pass_is_said(variant: str, 
 
 
 @EACH
-def test_two_steps_after_one_backward_pass_are_an_error_also_with_the_term(variant: str) -> None:
+def test_two_steps_after_one_backward_pass_are_an_error_also_with_the_term(variant):
     optimizer = wrap(variant, mlp())
     x, y = one()
     z = optimizer.model(x)

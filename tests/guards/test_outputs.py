@@ -1,9 +1,6 @@
 """Outputs without logits that can be found: DCL says so in the forward pass, DCP by the line at the step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,16 +15,16 @@ from tests.reference import wrap
 class Returning(nn.Module):
     """Returns what a function makes of the logits."""
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make):
         super().__init__()
         self.body, self.make = mlp(), make
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.make(self.body(x))
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-def test_dcl_says_so_in_the_forward_pass_and_goes_on_in_evaluation_mode(chosen: bool) -> None:
+def test_dcl_says_so_in_the_forward_pass_and_goes_on_in_evaluation_mode(chosen):
     """Of the model's output, and of what ``logits=`` returns."""
     model = Returning((lambda z: z) if chosen else Tensor.mean)
     wrapped = wrap("dcl", model, **{"logits": Tensor.mean} if chosen else {})
@@ -37,15 +34,15 @@ def test_dcl_says_so_in_the_forward_pass_and_goes_on_in_evaluation_mode(chosen: 
     wrapped.detach()
 
 
-def test_logits_that_the_companion_replaces_are_an_error_before_the_loss() -> None:
+def test_logits_that_the_companion_replaces_are_an_error_before_the_loss():
     """Which would be the companion's, and the model not trained: of an object only the outer one is copied."""
 
     class Inner(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = mlp()
 
-        def forward(self, batch: Any) -> Any:
+        def forward(self, batch):
             batch.inner.scores = self.net(batch.inner.x)
             return batch
 
@@ -56,7 +53,7 @@ def test_logits_that_the_companion_replaces_are_an_error_before_the_loss() -> No
     optimizer.detach()
 
 
-def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_names_its_keys() -> None:
+def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_names_its_keys():
     (x, y), model = one(), Returning(lambda z: {"scores": z})
     optimizer = wrap("dcp", model)
     F.cross_entropy(model(x)["scores"], y).backward()
@@ -74,7 +71,7 @@ def test_nested_logits_are_refused_with_what_to_return_instead(kind):
     y = torch.arange(8) % CLASSES
     nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
 
-    def step() -> None:
+    def step():
         F.cross_entropy(model(nested).values(), y).backward()
         optimizer.step()
 

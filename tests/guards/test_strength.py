@@ -1,11 +1,8 @@
 """The warning of a penalty that is large beside the loss of a guess."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from dcl_optim import AutoWeight, DCPOptimizer
 from tests.helpers import Logits
 
 
-def swing(number: int, **options: Any) -> tuple[DCPOptimizer, list[int]]:
+def swing(number, **options):
     """One class whose logits are (1, -1), then (-1, 1), and so on; and the steps in which the warning came."""
     model = Logits()
     optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
@@ -33,14 +30,14 @@ def swing(number: int, **options: Any) -> tuple[DCPOptimizer, list[int]]:
 
 
 @pytest.mark.parametrize("step", [100, 128, 200])
-def test_a_penalty_above_half_of_log_k_is_said(step: int) -> None:
+def test_a_penalty_above_half_of_log_k_is_said(step):
     penalty = swing(step, weight=1e-3)[0].logs()["penalty"]
     least = math.log(2) / 2 / penalty
     assert swing(step, weight=lambda now: 1.001 * least * (now == step))[1] == [step]
     assert swing(step, weight=lambda now: 0.999 * least * (now == step))[1] == []
 
 
-def test_it_is_said_once_and_in_a_step_from_100_on_that_may_read_values() -> None:
+def test_it_is_said_once_and_in_a_step_from_100_on_that_may_read_values():
     assert swing(200, weight=100.0)[1] == [100]
     assert swing(130, weight=lambda step: 100.0 * (step != 100))[1] == [128]
 
@@ -66,7 +63,7 @@ def test_an_error_in_place_of_the_warning_names_the_figures_and_leaves_a_whole_s
     assert optimizer.logs()["step"] == 100
 
 
-def train_on_few_rows(optimizer_of: Any, lr: float, seed: int = 0) -> tuple[float, list[int]]:
+def train_on_few_rows(optimizer_of, lr, seed=0):
     """Five rows of each of three classes, three a step: the largest loss of the last epoch, and where it was warned."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(3).repeat_interleave(5)

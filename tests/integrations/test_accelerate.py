@@ -1,7 +1,5 @@
 """Hugging Face Accelerate: prepare, accumulation, mixed precision, save_state, several processes, Schedule-Free."""
 
-from __future__ import annotations
-
 import copy
 import os
 from contextlib import contextmanager

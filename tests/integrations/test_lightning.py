@@ -1,9 +1,6 @@
 """Lightning's automatic optimization: one line of configure_optimizers is ours, the rest is the user's."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -28,18 +25,18 @@ pytestmark = QUIET
 # ---- the loop -------------------------------------------------------------------------------------------------------
 
 
-def one_cycle(optimizer: Any) -> Any:
+def one_cycle(optimizer):
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2 * BATCHES + 1)
 
 
-def halved(optimizer: Any) -> Any:
+def halved(optimizer):
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
 clip_norm = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05)
 clip_value = functools.partial(nn.utils.clip_grad_value_, clip_value=0.01)
 # What Trainer, the module and the loop by hand are told.
-LOOPS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+LOOPS = {
     "plain": ({}, {}, {}),
     "accumulation": ({"accumulate_grad_batches": 3}, {}, {"accumulate": 3}),
     "norm clipped": ({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}, {}, {"clip": clip_norm}),

@@ -1,7 +1,5 @@
 """What outlives a fit: checkpoints through the Trainer, copies, a second fit, averaged weights beside the companion."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -30,7 +28,7 @@ from tests.integrations.lightning_modules import (
 pytestmark = QUIET
 
 
-def still(seed: int = 0) -> nn.Sequential:
+def still(seed=0):
     """Without dropout: Lightning's checkpoints do not hold the random state."""
     return network(seed=seed, dropout=0.0)
 

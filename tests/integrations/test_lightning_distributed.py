@@ -1,15 +1,10 @@
 """Lightning's DistributedDataParallel: two processes with half a batch each are one process with the whole batch."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.helpers import assert_same, mlp
 from tests.integrations import differ
@@ -19,11 +14,11 @@ from tests.integrations.lightning_modules import CallsItself, by_hand, loader, q
 class Halves(CallsItself):
     """Each process takes its half of the batch."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return super().training_step([part[self.global_rank :: 2] for part in batch], batch_idx)
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank, folder):
     ranks = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     with mock.patch.dict(os.environ, ranks):
         for name in ("net", "self"):

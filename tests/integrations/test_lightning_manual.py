@@ -1,7 +1,5 @@
 """Lightning's manual optimization: ``self.optimizers()`` and ``manual_backward``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,10 +1,7 @@
 """Every optimizer of pytorch_optimizer and timm as the base: it trains as alone, or says why it cannot."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import pytorch_optimizer
@@ -12,7 +9,6 @@ import timm.optim
 import torch
 import torch.nn.functional as F
 from pytorch_optimizer.base.exception import NoClosureError
-from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import assert_same, batches, cells, mlp, sgd, through_a_file, train
@@ -54,10 +50,10 @@ REPRESENTATIVES = (
 
 STEPS = {"adashift": 30}  # it waits for gradients of ten steps, twice; the others 14
 
-SETTINGS: dict[str, Any] = {"weight": 0.3, "alpha": 0.6}
+SETTINGS = {"weight": 0.3, "alpha": 0.6}
 
 
-def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def build(name, model):
     optimizer_class = pytorch_optimizer.load_optimizer(name)
     matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
     others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
@@ -73,18 +69,18 @@ def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer_class(model.parameters())
 
 
-def in_training_mode(optimizer: Any) -> Any:
+def in_training_mode(optimizer):
     if hasattr(optimizer, "train"):
         optimizer.train()
     return optimizer
 
 
-def is_moved(network: nn.Module, by: float = 0.0) -> bool:
+def is_moved(network, by=0.0):
     first = dict(mlp(dtype=next(network.parameters()).dtype).named_parameters())
     return all((p - first[name]).abs().max() > by for name, p in network.named_parameters() if p.ndim == 2)
 
 
-def assert_trained_alike(first: tuple[nn.Module, Any], second: tuple[nn.Module, Any], steps: int) -> None:
+def assert_trained_alike(first, second, steps):
     """Train two models by their optimizers, from the same random draws, and compare them bit for bit."""
     for model, optimizer in (first, second):
         torch.manual_seed(7)
@@ -93,7 +89,7 @@ def assert_trained_alike(first: tuple[nn.Module, Any], second: tuple[nn.Module, 
 
 
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
-def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) -> None:
+def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name):
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     base = in_training_mode(build(name, plain))
     optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.0, companion_fraction=1))
@@ -102,7 +98,7 @@ def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) 
 
 
 @pytest.mark.parametrize("name", cells(REPRODUCIBLE, *(name for name in REPRESENTATIVES if name in REPRODUCIBLE)))
-def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> None:
+def test_both_networks_train_as_two_optimizers_built_by_hand_do(name):
     model, data = mlp(), list(batches(STEPS.get(name, 14)))
     optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS, companion_fraction=1))
     hand = train_by_hand(mlp(), lambda network: in_training_mode(build(name, network)), data, **SETTINGS)
@@ -112,7 +108,7 @@ def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> No
 
 
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name):
     model, data = mlp(dtype=torch.float32), list(batches(STEPS.get(name, 14), dtype=torch.float32))
     resumed = copy.deepcopy(model)
     optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS, companion_fraction=1))
@@ -133,9 +129,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(DIVIDE_BY_THEIR_FIRST_GRADIENT))
-def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companion_optimizer(
-    name: str,
-) -> None:
+def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companion_optimizer(name):
     """Its copy would throw the companion away: a copy of the model begins with a zero."""
     plain, model = mlp(), mlp()
     second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
@@ -146,7 +140,7 @@ def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companio
     assert is_moved(optimizer.companion)
 
 
-def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_from_that() -> None:
+def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_from_that():
     model, make = mlp(), partial(pytorch_optimizer.AdamMini, lr=0.01)
     optimizer = DCLOptimizer(make(model), model, **SETTINGS, companion_fraction=1)
     train(model, optimizer, batches(14))
@@ -155,14 +149,14 @@ def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_fr
     assert is_moved(optimizer.companion)
 
 
-def step_with_its_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+def step_with_its_loss(model, optimizer, x, y):
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     optimizer.step(lambda: float(loss))
 
 
-def test_a_base_that_steps_with_a_closure_only_is_refused_and_works_beside_another_companion_optimizer() -> None:
+def test_a_base_that_steps_with_a_closure_only_is_refused_and_works_beside_another_companion_optimizer():
     refused, plain, model = mlp(), mlp(), mlp()
     base, wrapped = (pytorch_optimizer.AliG(network.parameters(), max_lr=0.1) for network in (plain, model))
     optimizer = DCLOptimizer(
@@ -197,8 +191,8 @@ WAYS += [(name, "made by the script") for name in WRAPPERS if name != "PCGrad"]
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
-def test_a_wrapper_of_an_optimizer_trains_both_networks(name: str, way: str) -> None:
-    def make(weights: Any) -> torch.optim.Optimizer:
+def test_a_wrapper_of_an_optimizer_trains_both_networks(name, way):
+    def make(weights):
         return WRAPPERS[name](torch.optim.SGD(weights, lr=0.1))
 
     model, data = mlp(), list(batches(14))  # past the slow weights' first two updates
@@ -215,7 +209,7 @@ def test_a_wrapper_of_an_optimizer_trains_both_networks(name: str, way: str) -> 
 
 
 @pytest.mark.parametrize("lookahead", [timm.optim.Lookahead, pytorch_optimizer.Lookahead])
-def test_lookahead_may_wrap_the_dcl_optimizer(lookahead: Any) -> None:
+def test_lookahead_may_wrap_the_dcl_optimizer(lookahead):
     theirs, model = mlp(), mlp()
     inner = DCLOptimizer(sgd(model), model, weight=0.3, companion_fraction=1)
     train(model, lookahead(inner, k=3), batches(7))

@@ -1,11 +1,7 @@
 """timm: its models, and the pieces of its training script, around the wrapped optimizer."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +15,6 @@ import timm.task
 import timm.utils
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
@@ -34,7 +29,7 @@ WEIGHT = 0.3
 
 
 @pytest.mark.parametrize("name", cells(MODELS, VIT, "mobilenetv3_small_050"))  # layer norm, and batch norm
-def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name: str) -> None:
+def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name):
     theirs, model = create(name), create(name)
     optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT, companion_fraction=1)
     torch.manual_seed(5)
@@ -47,13 +42,13 @@ def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name: str
 # ---- optimizer factory and scheduler ---------------------------------------------------------------------------------
 
 
-def cosine(optimizer: torch.optim.Optimizer) -> Any:
+def cosine(optimizer):
     return timm.scheduler.CosineLRScheduler(
         optimizer, t_initial=8, warmup_t=2, warmup_lr_init=1e-5, lr_min=1e-6, t_in_epochs=False, noise_range_t=None
     )
 
 
-def test_timms_scheduler_drives_both_networks_through_layer_decay() -> None:
+def test_timms_scheduler_drives_both_networks_through_layer_decay():
     by_hand, model = create(drop_path_rate=0.0, patch_drop_rate=0.0), create(drop_path_rate=0.0, patch_drop_rate=0.0)
     companion = copy.deepcopy(by_hand)
     base, second = adamw(by_hand), adamw(companion)
@@ -78,13 +73,13 @@ def test_timms_scheduler_drives_both_networks_through_layer_decay() -> None:
     ("smoothing", "dtype"),
     cells(product([0.0, 0.1], [torch.float32, torch.bfloat16]), (0.0, torch.bfloat16), (0.1, torch.float32)),
 )
-def test_timms_training_loop_trains_by_the_line_as_by_the_term(smoothing: float, dtype: torch.dtype) -> None:
+def test_timms_training_loop_trains_by_the_line_as_by_the_term(smoothing, dtype):
     """Its scaler, clipping, schedule and average of the weights."""
     criterion = timm.loss.LabelSmoothingCrossEntropy(smoothing)
-    trained: list[DCPOptimizer] = []
+    trained = []
     for way in ("line", "term"):
         model = create("resnet10t").float()
-        optimizer: Any = DCPOptimizer(adamw(model), model, weight=2.0)
+        optimizer = DCPOptimizer(adamw(model), model, weight=2.0)
         scaler = timm.utils.NativeScaler("cpu")
         schedule = timm.scheduler.CosineLRScheduler(optimizer, t_initial=8, warmup_t=2, t_in_epochs=False)
         ema = timm.utils.ModelEmaV3(model, decay=0.9)
@@ -106,7 +101,7 @@ def test_timms_training_loop_trains_by_the_line_as_by_the_term(smoothing: float,
     assert trained[0].forecaster.seen.all()
 
 
-def train_with_mixup(model: nn.Module, optimizer: Any, term: Any) -> None:
+def train_with_mixup(model, optimizer, term):
     """Accumulates two batches, and clips values."""
     mixup = timm.data.Mixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=CLASSES)
     criterion = timm.loss.SoftTargetCrossEntropy()
@@ -123,7 +118,7 @@ def train_with_mixup(model: nn.Module, optimizer: Any, term: Any) -> None:
 
 
 @EACH
-def test_the_loop_with_mixup_trains_by_the_term_as_with_the_penalty_by_hand(variant: str) -> None:
+def test_the_loop_with_mixup_trains_by_the_term_as_with_the_penalty_by_hand(variant):
     trained = []
     for make in (wrap, by_hand):
         model = create()
@@ -137,13 +132,13 @@ def test_the_loop_with_mixup_trains_by_the_term_as_with_the_penalty_by_hand(vari
 # ---- what runs beside the optimizer ----------------------------------------------------------------------------------
 
 
-def run(model: nn.Module, optimizer: Any, scaler: Any, data: list[tuple[Tensor, Tensor]]) -> None:
+def run(model, optimizer, scaler, data):
     for x, y in data:
         optimizer.zero_grad()
         scaler(F.cross_entropy(model(x.float()), y), optimizer)
 
 
-def test_timms_checkpoints_resume_bit_for_bit(tmp_path: Path) -> None:
+def test_timms_checkpoints_resume_bit_for_bit(tmp_path):
     model, data = create("mobilenetv3_small_050").float(), list(images(5))
     optimizer, scaler = (
         DCLOptimizer(adamw(model), model, weight=1.0, companion_fraction=1),

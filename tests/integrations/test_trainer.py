@@ -1,7 +1,5 @@
 """transformers.Trainer's own loop, held against the same loop by hand: bit for bit, and against the bare algorithm."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 from pathlib import Path

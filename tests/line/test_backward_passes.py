@@ -1,19 +1,14 @@
 """The gradient of the logits: which backward passes carry the penalty, how often, and which are left alone."""
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import (
     FEATURES,
     assert_same,
@@ -30,7 +25,7 @@ from tests.reference import VARIANTS, WEIGHT, term_of, wrap
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
-def model_and_other_companion() -> tuple[nn.Sequential, DCLOptimizer]:
+def model_and_other_companion():
     """A model and a companion that differ, so that the first batch has a penalty."""
     model = mlp()
     return model, wrap("dcl", model, companion=mlp(seed=1))
@@ -155,20 +150,20 @@ def test_a_backward_after_detach_has_no_penalty(variant):
 # ---- gradients that the script asks for ------------------------------------------------------------------------------
 
 
-def asks_for_the_head(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+def asks_for_the_head(loss, z, model, optimizer):
     torch.autograd.grad(loss, model[-1].weight, retain_graph=True)
 
 
-def asks_for_logits(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+def asks_for_logits(loss, z, model, optimizer):
     torch.autograd.grad(7 * loss, z, retain_graph=True)
 
 
-def asks_twice(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+def asks_twice(loss, z, model, optimizer):
     asks_for_logits(loss, z, model, optimizer)
     asks_for_the_head(loss, z, model, optimizer)
 
 
-def clears_after_asking(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+def clears_after_asking(loss, z, model, optimizer):
     asks_for_the_head(loss, z, model, optimizer)
     optimizer.zero_grad()
 
@@ -205,23 +200,23 @@ def test_training_is_the_same_whether_or_not_gradients_were_asked_for_before(bui
 # ---- gradients that reach no parameter: attacks ----------------------------------------------------------------------
 
 
-def by_grad(loss: Tensor, x: Tensor) -> Tensor:
+def by_grad(loss, x):
     return torch.autograd.grad(loss, x)[0]
 
 
-def by_inputs(loss: Tensor, x: Tensor) -> Tensor:
+def by_inputs(loss, x):
     loss.backward(inputs=[x])
     assert x.grad is not None
     return x.grad
 
 
-def by_frozen(loss: Tensor, x: Tensor) -> Tensor:
+def by_frozen(loss, x):
     loss.backward()
     assert x.grad is not None
     return x.grad
 
 
-def attacked(model: nn.Module, x: Tensor, y: Tensor, how: Callable[[Tensor, Tensor], Tensor], steps: int = 2) -> Tensor:
+def attacked(model, x, y, how, steps=2):
     """Projected gradient descent on the inputs, through the model as it trains."""
     trained, batch = [p for p in model.parameters() if p.requires_grad], x
     for _ in range(steps):
@@ -255,10 +250,10 @@ def test_an_attack_sees_the_scripts_loss_and_is_not_learned_from(variant, way, w
         optimizer = wrap(variant, model)
         for x, y in batches(4):
 
-            def attack(x: Tensor = x, y: Tensor = y) -> Tensor:
+            def attack(x=x, y=y):
                 return attacked(model if on_model else copy.deepcopy(model), x, y, how)  # noqa: B023
 
-            def learn(x: Tensor, y: Tensor = y) -> None:
+            def learn(x, y=y):
                 z = model(x)  # noqa: B023
                 (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)).backward()  # noqa: B023
 
@@ -276,7 +271,7 @@ def test_an_attack_sees_the_scripts_loss_and_is_not_learned_from(variant, way, w
     assert_same(*found)
 
 
-def adversarial_direction(model: nn.Module, x: Tensor, how: str) -> Tensor:
+def adversarial_direction(model, x, how):
     """That of virtual adversarial training, by a divergence that the line cannot read."""
     model.train(how != "in evaluation mode")
     clean = F.softmax(model(x).detach(), 1)
@@ -317,25 +312,25 @@ class Converting(nn.Module):
     So do models under accelerate's mixed precision: bfloat16 inside, ``.float()`` at the end.
     """
 
-    def __init__(self, inside: torch.dtype, outside: torch.dtype, seed: int = 0) -> None:
+    def __init__(self, inside, outside, seed=0):
         super().__init__()
         self.body, self._outside = mlp(seed, dtype=inside), outside
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x, labels=None):
         logits = self.body(x)
         found = {"logits": logits.to(self._outside)}
         return found if labels is None else found | {"loss": F.cross_entropy(logits, labels)}
 
 
-def loss_of_converted(optimizer: Any, model: Converting, x: Tensor, y: Tensor) -> Tensor:
+def loss_of_converted(optimizer, model, x, y):
     return F.cross_entropy(model(x)["logits"], y)
 
 
-def loss_of_the_model(optimizer: Any, model: Converting, x: Tensor, y: Tensor) -> Tensor:
+def loss_of_the_model(optimizer, model, x, y):
     return model(x, labels=y)["loss"]
 
 
-def loss_with_term(optimizer: Any, model: Converting, x: Tensor, y: Tensor) -> Tensor:
+def loss_with_term(optimizer, model, x, y):
     output = model(x, labels=y)
     return output["loss"] + term_of(optimizer)(output["logits"], y)
 

@@ -1,7 +1,5 @@
 """Every bad argument is a clear error: its name, its value, the fix, and nothing has changed."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Bases that are refused: differential privacy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,19 +1,16 @@
 """Distances and the companion's target: values by hand, gradients by autograd; infinities, and batches without rows."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.penalty.distances import DISTANCES, companion_target
-from dcl_optim.penalty.pull import Pull, pull_of, pull_towards_target
+from dcl_optim.penalty.pull import pull_of, pull_towards_target
 from dcl_optim.pytorch.internals import constant
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, huber, mlp, one, sgd, train
 from tests.reference import VARIANTS, learned, term_of, wrap
@@ -22,11 +19,11 @@ INF, NAN = float("inf"), float("nan")
 LOG_3 = math.log(3.0)
 
 
-def double(*rows: list[float]) -> Tensor:
+def double(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def random_rows(rows: int = 5, classes: int = 7) -> tuple[Tensor, Tensor]:
+def random_rows(rows=5, classes=7):
     """The first row is far apart: beyond the radius of mse, seen from both sides of a target."""
     generator = torch.Generator().manual_seed(0)
     z, c = torch.randn(2, rows, classes, generator=generator, dtype=torch.float64)
@@ -88,7 +85,7 @@ def test_infonce_by_hand():
 # ---- rows and gradients ----------------------------------------------------------------------------------------------
 
 
-def by_rows(distance: Any, z: Tensor, c: Tensor) -> Pull:
+def by_rows(distance, z, c):
     """The sum over rows."""
     return pull_of(distance, z, c, torch.ones(len(z), dtype=z.dtype), number=1)
 
@@ -103,7 +100,7 @@ def test_a_distance_that_was_first_called_in_inference_mode_is_differentiable_la
     assert optimizer.logs()["penalty"] > 0
 
 
-def gradient_of(found: Pull) -> Tensor:
+def gradient_of(found):
     return found.gradient(found.slope.shape, found.slope.dtype, 1, 1.0)
 
 
@@ -185,7 +182,7 @@ def test_the_target_is_exactly_the_prediction_where_the_model_agrees():
 # ---- a step that is no longer than the loss's ------------------------------------------------------------------------
 
 
-def largest_loss(make: Any, lr: float) -> float:
+def largest_loss(make, lr):
     """Of 100 steps of a linear head on 512 features of squared length 200: a probe of ten classes."""
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(10, (512,), generator=generator)
@@ -284,13 +281,13 @@ def test_a_prediction_that_is_not_finite_has_no_gradient_that_spoils_the_models(
 class Masked(nn.Module):
     """Its last two classes are masked, as a vocabulary is padded, or left out altogether."""
 
-    def __init__(self, masked: int) -> None:
+    def __init__(self, masked):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, CLASSES + 2)).double()
         self.masked = masked
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         z = self.net(x)
         return torch.cat([z[:, :CLASSES], z[:, CLASSES:] - INF], 1) if self.masked else z[:, :CLASSES]
 
@@ -319,7 +316,7 @@ def test_a_masked_model_trains_as_one_of_its_other_classes(name, variant):
 EMPTY = torch.empty(0, FEATURES, dtype=torch.float64), torch.empty(0, dtype=torch.long)
 
 
-def loss_by(way: str, optimizer: Any, z: Tensor, y: Tensor) -> Tensor:
+def loss_by(way, optimizer, z, y):
     labels = F.one_hot(y, CLASSES).double() if way == "term, soft labels" else y
     smoothing = 0.1 if way == "line, smoothing" else 0.0
     loss = F.cross_entropy(z, y, reduction="sum", label_smoothing=smoothing) / 16

@@ -1,7 +1,5 @@
 """The hooks on the model: which calls they see, and what copies, pickles, traces and exports have of them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """Labels and loss scale, read off gradients: by hand, of random losses, and of losses that are no cross-entropies."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
@@ -15,7 +13,6 @@ from dcl_optim.loss import cross_entropy
 from dcl_optim.loss.cross_entropy import (
     LOG,
     Form,
-    Reading,
     best,
     choices,
     each_row_fits,
@@ -32,7 +29,7 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 NOTHING = "tells nothing"  # in place of a form: such a batch is skipped, and the next one is asked
 
 
-def settle(loss: Tensor, z: Tensor) -> tuple[float | str | None, Reading | None]:
+def settle(loss, z):
     """The smoothing of the gradient that a loss sends to z, and the reading by it; None for no known form."""
     (g,) = torch.autograd.grad(loss, z)
     z = z.detach()
@@ -43,9 +40,7 @@ def settle(loss: Tensor, z: Tensor) -> tuple[float | str | None, Reading | None]
     return (None, None) if form is None else (form.smoothing, readings[form])
 
 
-def drawn(
-    seed: int, classes: int, rows: int = 64, spread: float = 1.0, learned: float = 0.0, dtype: torch.dtype = torch.float
-) -> tuple[Tensor, Tensor]:
+def drawn(seed, classes, rows=64, spread=1.0, learned=0.0, dtype=torch.float):
     """Logits, whose targets' have gained ``learned``, and labels."""
     torch.manual_seed(seed)
     y = torch.randint(classes, (rows,))
@@ -81,7 +76,7 @@ def test_hard_labels_by_hand(form, z, g, labels, scale):
     assert reading.fits
 
 
-def mixed_by_hand(smoothing: float) -> Tensor:
+def mixed_by_hand(smoothing):
     return 2.0 * (P - ((1 - smoothing) * (0.7 * E + 0.3 * E.roll(1, 0)) + smoothing / 3))
 
 
@@ -220,16 +215,16 @@ def test_random_losses(readable):
 # ---- losses that are no cross-entropies ------------------------------------------------------------------------------
 
 
-def focal(z: Tensor, y: Tensor) -> Tensor:
+def focal(z, y):
     losses = F.cross_entropy(z, y, reduction="none")
     return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
-def smoothed(z: Tensor, y: Tensor, smoothing: float = 0.1) -> Tensor:
+def smoothed(z, y, smoothing=0.1):
     return F.cross_entropy(z, y, label_smoothing=smoothing)
 
 
-OTHERS: dict[str, Criterion] = {
+OTHERS = {
     "binary": lambda z, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, z.shape[1]).to(z)),
     "squares": lambda z, y: F.mse_loss(z, F.one_hot(y, z.shape[1]).to(z)),
     "advantages": lambda z, y: (F.cross_entropy(z, y, reduction="none") * torch.linspace(-1, 1, len(y)).to(z)).mean(),
@@ -261,7 +256,7 @@ def test_a_prior_bias_and_tiny_batches_pass_for_no_cross_entropy(classes, bias, 
 
 # ---- what is read ----------------------------------------------------------------------------------------------------
 
-READABLE: dict[str, Criterion] = {
+READABLE = {
     "mean": F.cross_entropy,
     "smoothed": smoothed,
     "smoothed, in float32": lambda z, y: smoothed(z.float(), y),

@@ -33,62 +33,62 @@ Criterion = Callable[[Tensor, Tensor], Tensor]
 # ---- the line equals the term with the labels and the factor that the loss means -------------------------------------
 
 
-def some_ignored(y: Tensor) -> Tensor:
+def some_ignored(y):
     return y.where(torch.arange(y.numel()).reshape(y.shape) % 3 != 1, -100)
 
 
-def squares(z: Tensor, y: Tensor) -> Tensor:
+def squares(z, y):
     return F.mse_loss(z, F.one_hot(y, z.shape[1]).to(z))
 
 
-def smoothed(z: Tensor, y: Tensor) -> Tensor:
+def smoothed(z, y):
     return F.cross_entropy(z, y, label_smoothing=0.1)
 
 
-def weighted(z: Tensor, y: Tensor) -> Tensor:
+def weighted(z, y):
     return F.cross_entropy(z, y, weight=torch.linspace(0.2, 3, z.shape[1]).to(z))
 
 
-def mixed(z: Tensor, y: Tensor) -> Tensor:
+def mixed(z, y):
     return 0.7 * F.cross_entropy(z, y) + 0.3 * F.cross_entropy(z, y.flip(0))
 
 
-def of_tokens(z: Tensor, y: Tensor) -> Tensor:
+def of_tokens(z, y):
     return F.cross_entropy(z.flatten(0, -2), some_ignored(y).flatten())
 
 
-def images() -> nn.Module:
+def images():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(2, 6, 3, padding=1), nn.Tanh(), nn.Conv2d(6, CLASSES, 1)).double()
 
 
-def log_probabilities() -> nn.Module:
+def log_probabilities():
     return mlp().append(nn.LogSoftmax(1))
 
 
-def vectors(count: int = 12) -> list[tuple[Tensor, Tensor]]:
+def vectors(count=12):
     return list(batches(count))
 
 
-def dense(count: int = 12) -> list[tuple[Tensor, Tensor]]:
+def dense(count=12):
     torch.manual_seed(1)
     return [(torch.randn(2, 2, 4, 3).double(), torch.randint(CLASSES, (2, 4, 3))) for _ in range(count)]
 
 
-def sequences(count: int = 12) -> list[tuple[Tensor, Tensor]]:
+def sequences(count=12):
     torch.manual_seed(1)
     return [(torch.randn(4, 6, FEATURES).double(), torch.randint(CLASSES, (4, 6))) for _ in range(count)]
 
 
-def plain(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def plain(z, y):
     return z, y
 
 
-def ignored(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def ignored(z, y):
     return z, some_ignored(y)
 
 
-def tokens(z: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def tokens(z, y):
     return z.flatten(0, 1), some_ignored(y).flatten()
 
 
@@ -179,7 +179,7 @@ def test_the_first_look_takes_rows_that_have_a_gradient():
     assert optimizer.prototypes.any(1).all()
 
 
-def without_the_wrapper(optimizer: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def without_the_wrapper(optimizer):
     """The model and its base optimizer as they are now."""
     bare = mlp()
     base = sgd(bare)
@@ -195,7 +195,7 @@ def test_nothing_learns_from_a_gradient_of_zero(variant):
     optimizer = wrap(variant, model)
     x, y = one()
 
-    def nothing(z: Tensor, y: Tensor) -> Tensor:
+    def nothing(z, y):
         return F.cross_entropy(z, torch.full_like(y, -100), reduction="sum")
 
     train(model, optimizer, [(x, y)] * 2, nothing)
@@ -214,13 +214,13 @@ def test_nothing_learns_from_a_gradient_of_zero(variant):
 # ---- batches that tell no form ---------------------------------------------------------------------------------------
 
 
-def one_row_of_two_classes() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def one_row_of_two_classes():
     return nn.Linear(FEATURES, 2).double(), [
         (torch.randn(1, FEATURES).double(), torch.randint(2, (1,))) for _ in range(25)
     ]
 
 
-def a_prior() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def a_prior():
     """A head that predicts the background in every row."""
     model = nn.Linear(FEATURES, 4).double()
     with torch.no_grad():
@@ -229,7 +229,7 @@ def a_prior() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     return model, [(torch.randn(16, FEATURES).double(), torch.randint(4, (16,))) for _ in range(25)]
 
 
-def certain() -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
+def certain():
     model = nn.Linear(FEATURES, FEATURES).double()
     with torch.no_grad():
         model.weight.copy_(30 * torch.eye(FEATURES))
@@ -374,7 +374,7 @@ def test_a_batch_that_tells_no_scale_keeps_the_last_one(variant):
 def test_a_first_batch_that_is_not_finite_is_no_reason_for_an_error(variant):
     """As a gradient scaler's that starts too high: entries of labels are infinite, and the others are not."""
 
-    def in_float32(z: Tensor, y: Tensor) -> Tensor:
+    def in_float32(z, y):
         return F.cross_entropy(z.float(), y)
 
     model, expected = (mlp(dtype=torch.float16) for _ in range(2))
@@ -502,11 +502,11 @@ def test_a_further_loss_of_the_same_logits_is_skipped_and_the_cross_entropy_has_
 class Given(nn.Module):
     """Returns its parameter, of any shape."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape):
         super().__init__()
         self.z = nn.Parameter(torch.randn(shape).double())
 
-    def forward(self) -> Tensor:
+    def forward(self):
         return 1.0 * self.z
 
 
@@ -567,7 +567,7 @@ def test_the_dimension_is_not_final_before_some_rows_had_labels(first, num_class
 # ---- the state -------------------------------------------------------------------------------------------------------
 
 
-def resume(optimizer: Any, model: nn.Module) -> tuple[nn.Module, Any]:
+def resume(optimizer, model):
     again = copy.deepcopy(model)
     second = type(optimizer)(sgd(again), again, weight=1.0)
     second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -580,7 +580,7 @@ def resume(optimizer: Any, model: nn.Module) -> tuple[nn.Module, Any]:
 class NothingRead(TorchDispatchMode):
     """Raises where the host would wait for a device."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name()
         masked = "index_put" in name or name.startswith("aten::index.")
         masks = masked and any(index is not None and index.dtype == torch.bool for index in args[1])
@@ -592,7 +592,7 @@ class NothingRead(TorchDispatchMode):
 class NoFloat64(TorchDispatchMode):
     """Raises where a float64 tensor is made of float32 ones, as Apple's MPS does."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.dtype == torch.float64:
@@ -610,7 +610,7 @@ def test_devices_without_float64_can_train(variant, way):
     assert optimizer.logs()["penalty"] > 0
 
 
-def train_silently(model: nn.Module, optimizer: Any, data: Any, loss: Criterion) -> None:
+def train_silently(model, optimizer, data, loss):
     """The plain loop, in which no value may be read after the loss is known."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synchronization, "may_sync", lambda step, tensor: False)
@@ -623,14 +623,14 @@ def train_silently(model: nn.Module, optimizer: Any, data: Any, loss: Criterion)
                 optimizer.step()
 
 
-def short(count: int = 12) -> list[tuple[Tensor, Tensor]]:
+def short(count=12):
     """The later batches have 2 or 3 rows."""
     return [
         (x[: 2 + step % 2], y[: 2 + step % 2]) if step > 4 else (x, y) for step, (x, y) in enumerate(vectors(count))
     ]
 
 
-def certain_of_wrong_classes() -> nn.Module:
+def certain_of_wrong_classes():
     """Labels are wrong where the loss's factor is guessed too high."""
     model = mlp()
     with torch.no_grad():
@@ -661,7 +661,7 @@ def test_without_synchronization_a_training_is_the_same(name, variant):
 
 @pytest.mark.parametrize(("variant", "options"), [("dcp", {}), ("dcl", {"distance": "kl"})])
 def test_a_resumed_run_knows_form_and_dimension_where_no_value_may_be_read(variant, options):
-    def loss(z: Tensor, y: Tensor) -> Tensor:
+    def loss(z, y):
         return smoothed(z.flatten(0, 1), y.flatten())
 
     model = mlp()

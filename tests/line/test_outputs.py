@@ -47,7 +47,7 @@ FORMS = {
 
 
 class WithLoss(nn.Module):
-    def __init__(self, form) -> None:
+    def __init__(self, form):
         super().__init__()
         self.body, self.form = mlp(), form
 
@@ -78,7 +78,7 @@ def test_the_models_own_loss_in_any_form_of_output(form):
 
 
 class Several(nn.Module):
-    def __init__(self, form) -> None:
+    def __init__(self, form):
         super().__init__()
         self.body, self.head, self.form = mlp(), nn.Linear(CLASSES, CLASSES).double(), form
 

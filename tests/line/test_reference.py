@@ -1,7 +1,5 @@
 """The fast path against the algorithm written out: 100 steps in float64, every distance, both variants and loops."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import partial

@@ -1,10 +1,7 @@
 """The step: what it returns and logs, the errors that it raises, and wrapping again."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -117,9 +114,9 @@ def test_steps_of_a_model_that_was_built_again_log_no_old_figures(variant):
     assert optimizer.logs()["penalty"] > 0
 
 
-def test_a_name_may_be_asked_for_before_the_constructor() -> None:
+def test_a_name_may_be_asked_for_before_the_constructor():
     class Flagged(DCPOptimizer):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments):
             self.had_flag = hasattr(self, "flag")
             super().__init__(*arguments)
 

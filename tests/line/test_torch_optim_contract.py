@@ -1,7 +1,5 @@
 """The contract of a torch.optim citizen: groups, state, hooks, gradients."""
 
-from __future__ import annotations
-
 import copy
 import functools
 

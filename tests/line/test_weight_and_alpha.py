@@ -1,7 +1,5 @@
 """λ and α as attributes: what was given, and what a script sets while it trains."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """With weight 0 the model's trajectory is the base optimizer's, bit for bit, whatever the base."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from itertools import product
@@ -39,7 +37,7 @@ def test_the_table_misses_no_dense_optimizer():
     assert available - {"SparseAdam"} <= {name.split()[0] for name in DENSE}
 
 
-def network() -> nn.Module:
+def network():
     """Matrices only, as Muon demands; batch-norm statistics and dropout disturb what can be disturbed."""
     torch.manual_seed(0)
     norm = nn.BatchNorm1d(12, affine=False)

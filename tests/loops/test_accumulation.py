@@ -1,7 +1,5 @@
 """Several backward passes before a step: through several forward passes or one, each row is learned from once."""
 
-from __future__ import annotations
-
 import pytest
 import torch.nn.functional as F
 

@@ -1,14 +1,11 @@
 """``step(closure)``: LBFGS, what a closure returns, and gradients that it asks for."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import assert_same, backward, batches, dropout_net, mlp, one
@@ -20,18 +17,18 @@ STEPS = 6
 # ---- LBFGS -----------------------------------------------------------------------------------------------------------
 
 
-def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+def lbfgs(model):
     return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
-def with_lbfgs(variant: str) -> Any:
+def with_lbfgs(variant):
     """LBFGS cannot train a companion."""
     model, options = mlp(), {"companion_optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}
     return wrap(variant, model, lbfgs(model), **options if variant == "dcl" else {})
 
 
 @EACH
-def test_lbfgs_minimizes_the_sum_and_the_first_evaluation_is_learned_from(variant: str) -> None:
+def test_lbfgs_minimizes_the_sum_and_the_first_evaluation_is_learned_from(variant):
     model = mlp()
     runs = with_lbfgs(variant), by_hand(variant, model, lbfgs(model))
     for trained in runs:

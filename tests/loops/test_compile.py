@@ -1,7 +1,5 @@
 """torch.compile in every order; a backend without code generation keeps all but one of these fast."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from functools import partial
@@ -36,7 +34,7 @@ def fresh_compiler():
 class Backend:
     """Runs graphs as they are; counts how many were compiled and how often one ran."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.compiled = self.runs = 0
 
     def __call__(self, graph, inputs):
@@ -49,7 +47,7 @@ class Backend:
         return run
 
 
-def compiled(order: str, weight: float = 1.0, **options):
+def compiled(order, weight=1.0, **options):
     """An optimizer, and what the script calls."""
     model = Network(batch_norm_net())
     base = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -70,13 +68,13 @@ def compiled(order: str, weight: float = 1.0, **options):
     return optimizer, call
 
 
-def trained(order: str, **options):
+def trained(order, **options):
     optimizer, call = compiled(order, **options)
     train(call, optimizer, batches(6))
     return network_of(call), optimizer.companion
 
 
-def network_of(call: nn.Module) -> nn.Module:
+def network_of(call):
     call = getattr(call, "module", call)
     return getattr(call, "_orig_mod", call)
 
@@ -163,7 +161,7 @@ def test_a_compiled_loss_function():
 
 @pytest.mark.parametrize("what", ["model", "model in place", "loss function"])
 @EACH
-def test_the_term_compiled_equals_eager(variant: str, what: str) -> None:
+def test_the_term_compiled_equals_eager(variant, what):
     """A graph break at the term is fine."""
     compiled, runs = partial(torch.compile, backend="aot_eager"), []
     for compiles in (True, False):
@@ -177,7 +175,7 @@ def test_the_term_compiled_equals_eager(variant: str, what: str) -> None:
     assert_same_training(*runs, **CLOSE)
 
 
-def train_in_one_function(variant: str, weight: float, compiled: bool) -> list[torch.Tensor]:
+def train_in_one_function(variant, weight, compiled):
     """The loss and its backward pass, in one compiled function; with weight -1 of the base alone."""
     torch._dynamo.reset()
     model = Network()
@@ -185,7 +183,7 @@ def train_in_one_function(variant: str, weight: float, compiled: bool) -> list[t
     optimizer = base if weight < 0 else wrap(variant, model, base, weight=weight)
     term = term_of(optimizer, "line" if weight < 0 else "term")
 
-    def backward(x: torch.Tensor, y: torch.Tensor) -> None:
+    def backward(x, y):
         z = model(x)
         (F.cross_entropy(z, y) + term(z, y)).backward()
 
@@ -198,13 +196,13 @@ def train_in_one_function(variant: str, weight: float, compiled: bool) -> list[t
 
 
 @EACH
-def test_loss_and_backward_in_one_compiled_function(variant: str) -> None:
+def test_loss_and_backward_in_one_compiled_function(variant):
     """Dynamo does not trace the term's backward pass, of which it would warn: a warning is an error here."""
     assert_same(train_in_one_function(variant, 1.0, True), train_in_one_function(variant, 1.0, False), **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:.*TF32", "ignore:.*functional optimizers is deprecated")
-def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit() -> None:
+def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit():
     """It adds up what the term's backward pass returns, which may not be None."""
     with torch._dynamo.config.patch(compiled_autograd=True):
         dcl, dcp, base = (train_in_one_function(*run, True) for run in (("dcl", 0.0), ("dcp", 0.0), ("dcp", -1.0)))
@@ -213,7 +211,7 @@ def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit() -> None:
 
 
 @EACH
-def test_a_compiled_step(variant: str) -> None:
+def test_a_compiled_step(variant):
     """PyTorch's recipe for optimizers. Dynamo would warn of what it cannot trace, and a warning is an error here."""
     trained = []
     for compiles in (True, False):

@@ -1,7 +1,5 @@
 """Learning rate schedulers of each kind drive both networks: each step's options, and the run they lead to."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -1,14 +1,11 @@
 """What has happened since the last step: terms that are missing, logits that are hidden, nothing that is kept."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from tests.helpers import Storages, assert_same, batches, mlp, no_collector, one
 from tests.reference import VARIANTS, learned, term_of, train, wrap
@@ -17,7 +14,7 @@ from tests.reference import VARIANTS, learned, term_of, train, wrap
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant: str) -> None:
+def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant):
     (x, y), optimizer = one(), wrap(variant, mlp())
     z = optimizer.model(x)
     (F.cross_entropy(z, y) + term_of(optimizer)(z, y)).backward()
@@ -36,15 +33,15 @@ def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant
 class Scores(nn.Module):
     """Returns no logits under a name that is looked for."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = mlp()
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
+    def forward(self, x):
         return {"features": x, "scores": self.body(x)}
 
 
-def test_the_prototypes_term_takes_logits_that_the_model_hides() -> None:
+def test_the_prototypes_term_takes_logits_that_the_model_hides():
     found = []
     for model in (Scores(), mlp()):
         call = (lambda x, model=model: model(x)["scores"]) if isinstance(model, Scores) else model
@@ -56,18 +53,18 @@ def test_the_prototypes_term_takes_logits_that_the_model_hides() -> None:
 # ---- nothing is kept -----------------------------------------------------------------------------------------------
 
 
-def of_the_line(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+def of_the_line(optimizer, x, y):
     return F.cross_entropy(optimizer.model(x), y)
 
 
-def of_the_term(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+def of_the_term(optimizer, x, y):
     z = optimizer.model(x)
     return F.cross_entropy(z, y) + term_of(optimizer)(z, y)
 
 
 @pytest.mark.parametrize("loss_of", [of_the_line, of_the_term])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_loss_that_the_script_keeps_keeps_nothing_but_numbers(variant: str, loss_of: Any) -> None:
+def test_a_loss_that_the_script_keeps_keeps_nothing_but_numbers(variant, loss_of):
     """As in ``total = total + loss``, whose graph is that of all steps."""
     optimizer, batch = wrap(variant, mlp()), one()
     with no_collector(), Storages() as storages:

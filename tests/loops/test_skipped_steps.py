@@ -1,7 +1,5 @@
 """Batches that no step takes: skipped, cleared or left out; and what an error in the middle of a step leaves."""
 
-from __future__ import annotations
-
 import copy
 import signal
 import weakref
@@ -51,7 +49,7 @@ def test_forward_without_backward_never_trains_the_companion_and_frees_its_memor
 @pytest.mark.parametrize("cleared", ["before the forward pass", "before the backward pass"])
 @pytest.mark.parametrize("way", ["line", "term"])
 @EACH
-def test_a_step_that_the_script_leaves_out_leaves_nothing(variant: str, way: str, cleared: str) -> None:
+def test_a_step_that_the_script_leaves_out_leaves_nothing(variant, way, cleared):
     """Lightning clears between forward and backward pass."""
     found = []
     for meets_it in (True, False):

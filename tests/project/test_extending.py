@@ -1,16 +1,12 @@
 """A forecaster from outside the package: docs/dev/extending.md's, against Mean Teacher written out."""
 
-from __future__ import annotations
-
 import ast
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from examples import mean_teacher
 from examples.mean_teacher import MeanTeacherOptimizer
@@ -29,11 +25,11 @@ WEIGHT, ALPHA = 0.7, 0.9
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
-def wrapped(model: nn.Module, **options: Any) -> MeanTeacherOptimizer:
+def wrapped(model, **options):
     return MeanTeacherOptimizer(sgd(model), model, **({"weight": WEIGHT, "alpha": ALPHA} | options))
 
 
-def mean_teacher_step(model: nn.Module, teacher: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+def mean_teacher_step(model, teacher, optimizer, x, y):
     state = torch.get_rng_state()
     z = model(x)
     after = torch.get_rng_state()
@@ -49,7 +45,7 @@ def mean_teacher_step(model: nn.Module, teacher: nn.Module, optimizer: Any, x: T
             average.copy_(ALPHA * average + (1 - ALPHA) * weight)
 
 
-def test_what_it_imports_is_on_the_api_pages() -> None:
+def test_what_it_imports_is_on_the_api_pages():
     nodes = ast.walk(ast.parse(Path(mean_teacher.__file__).read_text(encoding="utf-8")))
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module.startswith("dcl_optim")]
     names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
@@ -58,7 +54,7 @@ def test_what_it_imports_is_on_the_api_pages() -> None:
 
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_it_is_mean_teacher(build: Any) -> None:
+def test_it_is_mean_teacher(build):
     model, theirs = build(), build()
     optimizer, plain = wrapped(model), sgd(theirs)
     teacher = copy.deepcopy(theirs)
@@ -71,7 +67,7 @@ def test_it_is_mean_teacher(build: Any) -> None:
     assert_same(optimizer.teacher, teacher, **CLOSE)
 
 
-def test_by_default_the_teacher_is_the_mean_of_all_weights_so_far() -> None:
+def test_by_default_the_teacher_is_the_mean_of_all_weights_so_far():
     model = mlp()
     optimizer = MeanTeacherOptimizer(sgd(model), model)
     seen = []
@@ -82,7 +78,7 @@ def test_by_default_the_teacher_is_the_mean_of_all_weights_so_far() -> None:
         torch.testing.assert_close(average, torch.stack([state[name] for state in seen]).mean(0), **CLOSE)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one() -> None:
+def test_a_resumed_run_is_the_uninterrupted_one():
     straight, first, resumed = batch_norm_net(), batch_norm_net(), batch_norm_net()
     data = list(batches(10))
     uninterrupted, optimizer = wrapped(straight), wrapped(first)

@@ -1,7 +1,5 @@
 """DCPOptimizer: the documentation of its arguments, the number of classes, and the ways of the labels."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

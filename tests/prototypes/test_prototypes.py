@@ -1,12 +1,7 @@
 """The prototypes: penalty and update against the reference, soft labels, labels to rows, figures, state, two ranks."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,17 +25,17 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 NAN, INF = float("nan"), float("inf")
 
 
-def network(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def network(seed=0, dtype=torch.float64):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, CLASSES)).to(dtype)
 
 
-def wrap(model: nn.Module, lr: float = 0.1, **options: Any) -> DCPOptimizer:
+def wrap(model, lr=0.1, **options):
     base = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     return DCPOptimizer(base, model, **{"num_classes": CLASSES, "weight": 1.0, "alpha": 0.6} | options)
 
 
-def batches(steps: int, size: int = ROWS, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(steps, size=ROWS, seed=1):
     """Small enough for classes to be absent, and to come for the first time late."""
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -49,18 +44,18 @@ def batches(steps: int, size: int = ROWS, seed: int = 1) -> Iterator[tuple[Tenso
         yield x, torch.randint(known, (size,), generator=generator)
 
 
-def one_hot(y: Tensor, classes: int = CLASSES) -> Tensor:
+def one_hot(y, classes=CLASSES):
     return F.one_hot(y, classes).double()
 
 
-def step_on(optimizer: DCPOptimizer, z: Tensor, labels: Tensor) -> None:
+def step_on(optimizer, z, labels):
     """One step of :class:`Logits` by the term alone."""
     optimizer.zero_grad()
     optimizer.penalty(optimizer.model(z), labels).backward()
     optimizer.step()
 
 
-def know(optimizer: DCPOptimizer, values: Tensor, seen: Tensor) -> None:
+def know(optimizer, values, seen):
     state = optimizer.state_dict()
     state[KEY]["forecaster"] = {"values": values, "numbers": seen.to(values), "fit": torch.zeros(2)}
     optimizer.load_state_dict(state)
@@ -103,19 +98,19 @@ SOME = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 5])
 CLASS_WEIGHTS = torch.arange(1.0, CLASSES + 1).double()
 
 
-def unread(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+def unread(optimizer, z, y):
     return F.cross_entropy(optimizer.model(z), y, weight=CLASS_WEIGHTS)
 
 
-def not_finite(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+def not_finite(optimizer, z, y):
     return NAN * F.cross_entropy(optimizer.model(z), y)
 
 
-def no_label(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+def no_label(optimizer, z, y):
     return F.cross_entropy(optimizer.model(z), y - 100 - y, reduction="sum")
 
 
-def no_label_of_the_term(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+def no_label_of_the_term(optimizer, z, y):
     return optimizer.penalty(optimizer.model(z), y - 100 - y)
 
 
@@ -197,7 +192,7 @@ def test_ignored_rows_that_are_masked_altogether_leave_no_trace(distance):
 # ---- soft labels -----------------------------------------------------------------------------------------------------
 
 
-def mixtures(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def mixtures(steps):
     """Mixup of two labels a row: few columns have a share, and other ones in each batch."""
     for (x, y), (_, other) in zip(batches(steps), batches(steps, seed=9), strict=True):
         yield x, 0.75 * one_hot(y) + 0.25 * one_hot(other)
@@ -208,8 +203,8 @@ def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
     monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: reads)
     model, theirs = network(), network()
     optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    known: dict[int, Tensor] = {}
-    numbers: dict[int, float] = {}
+    known = {}
+    numbers = {}
     for x, shares in mixtures(30):
         train_by(optimizer, [(x, shares)], loss=F.cross_entropy)
         z = theirs(x)
@@ -260,7 +255,7 @@ def test_a_width_of_logits_that_is_not_num_classes_is_refused():
         loss.backward()
 
 
-def smoothed(classes: int) -> Tensor:
+def smoothed(classes):
     soft = 0.9 * one_hot(torch.arange(ROWS) % classes, classes) + 0.1 / classes
     soft[:, -1] -= 1e-5  # a rest that was subtracted and rounded
     return soft
@@ -279,7 +274,7 @@ def test_what_rounding_leaves_of_soft_labels_is_accepted(soft):
     assert_same(labels_of(soft, torch.zeros(soft.shape), may_read=True, ignore_index=-100).rows, soft.float())
 
 
-def trained(steps: int = 5) -> tuple[nn.Module, DCPOptimizer]:
+def trained(steps=5):
     model = network()
     optimizer = wrap(model)
     train(model, optimizer, batches(steps))
@@ -350,7 +345,7 @@ def test_an_earlier_state_takes_back_what_came_after_it(batch_without_step):
 class NoPassOverAll(TorchDispatchMode):
     """Refuses operations on tensors of a size or more, but for reading, adding to and setting some of their rows."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self._size = size
 
@@ -387,18 +382,18 @@ def test_a_step_passes_over_the_prototypes_of_its_own_classes_only():
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
 
-def part_of(rank: int | None, x: Tensor, y: Tensor, cut: int = ROWS // 2) -> tuple[Tensor, Tensor]:
+def part_of(rank, x, y, cut=ROWS // 2):
     """By label, so that most classes are absent on one rank."""
     order = torch.argsort(y, stable=True)
     rows = order if rank is None else (order[:cut], order[cut:])[rank]
     return x[rows], y[rows]
 
 
-def snapshot(model: nn.Module, optimizer: DCPOptimizer) -> dict[str, Any]:
+def snapshot(model, optimizer):
     return {"model": model.state_dict(), "own": optimizer.prototypes, "seen": optimizer.forecaster.seen}
 
 
-def trained_unevenly(rank: int | None = None) -> dict[str, Any]:
+def trained_unevenly(rank=None):
     """A quarter of the rows and the rest: the mean of the penalty in each rank weighs them otherwise than the batch."""
     model = network()
     called = model if rank is None else DistributedDataParallel(model)
@@ -412,7 +407,7 @@ def trained_unevenly(rank: int | None = None) -> dict[str, Any]:
     return snapshot(model, optimizer)
 
 
-def trained_in_parts(rank: int | None = None) -> dict[str, Any]:
+def trained_in_parts(rank=None):
     """One rank has its rows in two forwards, the other in one, of soft labels; in two steps one or both have none."""
     model = network()
     group = None if rank is None else dist.group.WORLD  # no DistributedDataParallel
@@ -432,7 +427,7 @@ def trained_in_parts(rank: int | None = None) -> dict[str, Any]:
     return snapshot(model, optimizer)
 
 
-def trained_by_the_automatic_weight(rank: int | None = None) -> dict[str, Any]:
+def trained_by_the_automatic_weight(rank=None):
     """It follows the accuracy on the joint batch."""
     model = network()
     called = model if rank is None else DistributedDataParallel(model)
@@ -441,7 +436,7 @@ def trained_by_the_automatic_weight(rank: int | None = None) -> dict[str, Any]:
     return snapshot(model, optimizer) | {"fit": optimizer.state_dict()[KEY]["forecaster"]["fit"]}
 
 
-def trained_where_one_rank_meets_nan(rank: int) -> dict[str, Any]:
+def trained_where_one_rank_meets_nan(rank):
     model = network(dtype=torch.float32)
     parallel = DistributedDataParallel(model)
     optimizer = wrap(model)
@@ -460,10 +455,10 @@ def trained_where_one_rank_meets_nan(rank: int) -> dict[str, Any]:
     return snapshot(model, optimizer)
 
 
-JOINT: list[Callable[..., Any]] = [trained_unevenly, trained_in_parts, trained_by_the_automatic_weight]
+JOINT = [trained_unevenly, trained_in_parts, trained_by_the_automatic_weight]
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank, folder):
     for case in JOINT:
         torch.save(case(rank), folder / f"{case.__name__} {rank}.pt")
     with warnings.catch_warnings():
@@ -471,7 +466,7 @@ def worker(rank: int, folder: Path) -> None:
         torch.save(trained_where_one_rank_meets_nan(rank), folder / f"nan {rank}.pt")
 
 
-def same_on_both(ranks: Path, name: str) -> dict[str, Any]:
+def same_on_both(ranks, name):
     first, second = (torch.load(ranks / f"{name} {rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(first, second)
     return first
@@ -479,14 +474,14 @@ def same_on_both(ranks: Path, name: str) -> dict[str, Any]:
 
 @needs_gloo
 @pytest.mark.parametrize("case", JOINT)
-def test_both_ranks_hold_the_same_bits_and_what_one_process_has_on_the_joint_batch(case, ranks: Path):
+def test_both_ranks_hold_the_same_bits_and_what_one_process_has_on_the_joint_batch(case, ranks):
     found = same_on_both(ranks, case.__name__)
     assert_same(found, case(), **CLOSE)
     assert found["seen"].sum() > CLASSES // 2
 
 
 @needs_gloo
-def test_a_rank_whose_batch_is_not_finite_leaves_the_other_in_step(ranks: Path):
+def test_a_rank_whose_batch_is_not_finite_leaves_the_other_in_step(ranks):
     found = same_on_both(ranks, "nan")
     assert found["own"].isfinite().all()
     assert found["seen"].all()
@@ -497,12 +492,12 @@ def test_prototypes_have_the_dtype_of_the_logits_also_after_resuming(first_param
     """Not that of the first parameter, which may be narrower or complex."""
 
     class Widening(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.first = nn.Parameter(torch.ones(FEATURES, dtype=first_parameter))
             self.head = nn.Linear(FEATURES, CLASSES).double()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.head((x * self.first).real.double())
 
     def build():

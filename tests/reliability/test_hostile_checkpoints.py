@@ -1,11 +1,7 @@
 """Damaged checkpoints: an error before anything changes, or a state that fits."""
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +18,11 @@ RIGHT |= {("loss", name, "minus one") for name in ("class_dim", "num_silent")}
 
 
 @pytest.fixture(params=VARIANTS)
-def variant(request) -> str:
+def variant(request):
     return request.param
 
 
-def is_taken(load: Callable[[], None], error: type[Exception]) -> bool:
+def is_taken(load, error):
     try:
         load()
     except error:
@@ -41,7 +37,7 @@ def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(varian
     whole, draw, victim = checkpoint.read_bytes(), random.Random(0), Training(variant, 3)
     before, ours, taken = victim.everything(), copy.deepcopy(victim.optimizer.state_dict()), 0
 
-    def load() -> None:  # torch.load runs into any error, in the middle of a pickle that makes no sense
+    def load():  # torch.load runs into any error, in the middle of a pickle that makes no sense
         victim.optimizer.load_state_dict(torch.load(checkpoint, weights_only=True)["optimizer"])
 
     for _ in range(FLIPS):
@@ -56,7 +52,7 @@ def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(varian
     assert taken < 0.9 * FLIPS
 
 
-def is_left_to_torch(place: tuple[Any, ...]) -> bool:
+def is_left_to_torch(place):
     """Whether a place is inside a base's or companion's optimizer state or group, which torch does not look into."""
     return any(name in place[:-1] for name in ("state", "param_groups"))
 

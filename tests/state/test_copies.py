@@ -1,7 +1,5 @@
 """Copies and pickles go on by themselves; hooks come off without a trace."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

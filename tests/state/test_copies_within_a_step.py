@@ -1,7 +1,5 @@
 """Copies, pickles and checkpoints of a moment between two steps, at which the companion's backward may be to come."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

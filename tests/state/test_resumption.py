@@ -1,10 +1,7 @@
 """k steps, a checkpoint, n - k steps in a new process: bit for bit the run that was not interrupted."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ CASES = [(variant, base) for variant in ("dcl", "dcp") for base in BASES]
 TOTAL, BREAK = 12, 5
 
 
-def build(variant: str, base: str):
+def build(variant, base):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(FEATURES, 12), torch.nn.BatchNorm1d(12), torch.nn.Dropout(0.2)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(12, CLASSES))
@@ -50,7 +47,7 @@ def snapshot(model, optimizer, scheduler):
     return state | {"random": torch.get_rng_state()}
 
 
-def resume(_: int, folder: Path) -> None:
+def resume(_, folder):
     """Runs in the new process, with as many threads: sums are bit-identical for one number of threads only."""
     torch.set_num_threads(1)
     for variant, base in CASES:
@@ -66,7 +63,7 @@ def resume(_: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> Path:
+def resumed(tmp_path_factory):
     """Where the runs are that were interrupted; one new process has ended them all."""
     folder = tmp_path_factory.mktemp("resumed")
     for variant, base in CASES:

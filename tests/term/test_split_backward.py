@@ -1,12 +1,7 @@
 """``optimizer.penalty(...)`` where the backward pass is split at the logits, or gradients are asked for before it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import assert_same, batches, mlp
@@ -17,14 +12,14 @@ margins = F.multi_margin_loss
 
 
 @pytest.mark.parametrize("way", ["detached", "reentrant checkpoint"])
-def test_a_backward_pass_that_is_split_at_the_logits(way: str) -> None:
+def test_a_backward_pass_that_is_split_at_the_logits(way):
     """When the term's backward pass ends, no parameter has a gradient yet."""
     results = []
     for splits in (False, True):
         model = mlp()
         optimizer = wrap("dcp", model)
 
-        def loss(z: Tensor, y: Tensor, optimizer: Any = optimizer) -> Tensor:
+        def loss(z, y, optimizer=optimizer):
             return margins(z, y) + optimizer.penalty(z, y)
 
         for x, y in batches(STEPS):
