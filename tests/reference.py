@@ -261,6 +261,7 @@ def train_by_hand(
 
 VARIANTS = ("dcl", "dcp")
 EACH = pytest.mark.parametrize("variant", VARIANTS)
+EACH_WAY = pytest.mark.parametrize("way", ["line", "term"])
 WEIGHT, ALPHA = 0.7, 0.4
 METHOD = {"weight": WEIGHT, "alpha": ALPHA, "distance": "squared"}
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

@@ -33,7 +33,7 @@ from tests.helpers import (
     train,
     wrap,
 )
-from tests.reference import DrawnRows, HandDCL, assert_same_training, term_of
+from tests.reference import EACH_WAY, DrawnRows, HandDCL, assert_same_training, term_of
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 SIZES = (16, 16, 16, 7, 16, 5, 4, 3, 2, 16)  # last batches, of which two rows or all are left
@@ -43,7 +43,7 @@ def of_sizes(sizes=SIZES):
     return [(x[:size], y[:size]) for size, (x, y) in zip(sizes, batches(len(sizes)), strict=True)]
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize(
     ("name", "fraction", "distance"),
     [
@@ -117,7 +117,7 @@ def test_over_all_draws_the_mean_is_that_of_all_rows(distance, added):
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize("fraction", [0.25, 0.5])
 @pytest.mark.parametrize("build", [mlp, batch_norm_net, dropout_net])
 def test_micro_batches_have_rows_of_their_own(build, fraction, way):
@@ -291,7 +291,7 @@ def logits_of(output):
     return output["logits"] if isinstance(output, dict) else output
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize(("build", "batch"), [(Pixels, images), (Tokens, sentences)])
 def test_images_and_dictionaries_with_the_classes_last_are_cut(build, batch, way):
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ from tests.helpers import (
     train,
     wrap,
 )
-from tests.reference import Rounded, dcl_step, train_by_hand
+from tests.reference import EACH_WAY, Rounded, dcl_step, train_by_hand
 
 DATA = list(batches(5))
 AGAIN = r"trains other parameters than before.*the companion is copied from the model again"
@@ -280,7 +280,7 @@ class Regular(nn.Module):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize("of", ["weights", "activations"])
 def test_a_term_that_a_list_outside_of_the_model_has_twice_is_an_error_that_names_it(of, way):
     model = Regular(of)

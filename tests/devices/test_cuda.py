@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 
 from tests.devices import test_values as values
 from tests.helpers import assert_same, batches, through_a_file
-from tests.reference import EACH, assert_same_training, learned, term_of, wrap
+from tests.reference import EACH, EACH_WAY, assert_same_training, learned, term_of, wrap
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
@@ -170,7 +170,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(variant, base):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @EACH
 def test_a_compiled_model_trains_as_it_does_without(variant, way, mode):
     """Also in CUDA graphs, whose outputs the next replay overwrites."""

@@ -6,12 +6,12 @@ import pytest
 import torch.nn.functional as F
 
 from tests.helpers import batches, mlp
-from tests.reference import wrap
+from tests.reference import EACH_WAY, wrap
 
 LOADED = r"weights were loaded into the model since(?s:.*)DCPOptimizer\(optimizer\.base, model\)"
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 def test_weights_loaded_in_mid_run_are_warned_of_once(way):
     model = mlp()
     optimizer = wrap("dcp", model)

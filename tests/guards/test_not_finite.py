@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import batches, mlp, train
-from tests.reference import EACH, term_of, wrap
+from tests.reference import EACH, EACH_WAY, term_of, wrap
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @EACH
 def test_it_is_said_once(variant, way):
     optimizer, factors = wrap(variant, mlp()), iter((1.0, torch.inf, 1.0, torch.inf))

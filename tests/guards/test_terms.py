@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import assert_same, batches, mlp, one
-from tests.reference import EACH, VARIANTS, assert_same_training, term_of, train, wrap
+from tests.reference import EACH, assert_same_training, term_of, train, wrap
 
 # ---- a term that is not in the loss ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_steps_without_a_term_are_counted_and_said_once(variant):
     """They are the base optimizer's; the logs have no figures of the step before."""
     optimizer = wrap(variant, mlp())
@@ -31,7 +31,7 @@ def test_steps_without_a_term_are_counted_and_said_once(variant):
     assert optimizer.logs()["skipped"] == 4
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_learning_rate_of_0_hides_no_term_that_is_missing(variant):
     """As in a warm-up; torch.distributed.checkpoint creates the state by such a step, without a forward pass."""
     optimizer = wrap(variant, mlp())
@@ -90,7 +90,7 @@ def test_a_term_in_no_backward_pass_is_an_error_at_the_step(variant, way, closur
     assert_same_training(train(optimizer, data[3:]), train(calm, [*data[:2], data[3]]))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_term_of_a_loss_that_takes_its_gradients_in_its_forward_pass_is_named(variant):
     """As fused cross-entropies do, which show their logits to nobody."""
     (x, y), optimizer = one(), wrap(variant, mlp())
@@ -119,7 +119,7 @@ def test_a_term_of_a_loss_that_takes_its_gradients_in_its_forward_pass_is_named(
 # ---- graphs of before the last step, and second derivatives ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_graph_kept_over_several_steps_is_refused(variant):
     model = mlp()
     optimizer = wrap(variant, model)
@@ -132,7 +132,7 @@ def test_a_graph_kept_over_several_steps_is_refused(variant):
         loss.backward(inputs=[parameter])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_term_is_not_used_after_the_step(variant):
     (x, y), optimizer = one(), wrap(variant, mlp())
     term = term_of(optimizer)(optimizer.model(x), y)
@@ -142,7 +142,7 @@ def test_a_term_is_not_used_after_the_step(variant):
         term.backward()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_term_is_not_differentiated_twice(variant):
     """It would lose its second derivative without a word."""
     (x, y), optimizer = one(), wrap(variant, mlp())
@@ -153,7 +153,7 @@ def test_a_term_is_not_differentiated_twice(variant):
         torch.autograd.grad(loss, x, create_graph=True)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_state_that_is_loaded_between_penalty_and_backward_is_refused(variant):
     (x, y), optimizer = one(), wrap(variant, mlp())
     term = term_of(optimizer)(optimizer.model(x), y)
@@ -165,7 +165,7 @@ def test_a_state_that_is_loaded_between_penalty_and_backward_is_refused(variant)
 # ---- an optimizer that regularizes no more --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_the_term_is_refused_after_detach(variant):
     (x, y), optimizer = one(), wrap(variant, mlp())
     optimizer.detach()
@@ -175,7 +175,7 @@ def test_the_term_is_refused_after_detach(variant):
         assert term_of(optimizer)(optimizer.model(x), y) == 0.0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_the_penalty_of_an_optimizer_that_another_has_replaced_is_refused(variant):
     model, (x, y) = mlp(), one()
     first, second = wrap(variant, model), wrap(variant, model)

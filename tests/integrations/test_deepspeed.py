@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import assert_same, batches, mlp, on_ranks
+from tests.reference import EACH_WAY
 
 # Not imported here: its globals, and those of Accelerate with it, would be those of all tests.
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
@@ -100,7 +101,7 @@ def test_accelerates_plugin(stage, dtype, found):
     assert_right(found[f"{name} term"], found[f"{name} hand"], **TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 def test_a_companion_needs_stage_0_in_float32(way, found):
     """Where DeepSpeed replaces the parameters, the error says so, and what to do."""
     model = mlp(dtype=torch.float32)

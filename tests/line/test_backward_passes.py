@@ -20,7 +20,7 @@ from tests.helpers import (
     one,
     train,
 )
-from tests.reference import VARIANTS, WEIGHT, term_of, wrap
+from tests.reference import EACH, WEIGHT, term_of, wrap
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -132,7 +132,7 @@ def test_logits_that_were_edited_in_place_are_not_those_that_the_model_returned(
         optimizer.penalty(z)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_backward_after_detach_has_no_penalty(variant):
     model = mlp()
     optimizer = wrap(variant, model)
@@ -287,7 +287,7 @@ def adversarial_direction(model, x, how):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_an_attack_by_backward_that_cannot_be_read_is_refused_and_two_ways_work(variant):
     found = []
     for how in ("by autograd.grad", "in evaluation mode", "by backward"):
@@ -341,7 +341,7 @@ def loss_with_term(optimizer, model, x, y):
     [(torch.float32, torch.float64, 1e-5), (torch.bfloat16, torch.float32, 3e-2)],
     ids=["float32 to float64", "bfloat16 to float32"],
 )
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_gradient_query_and_the_backward_after_it_each_have_the_penalty_once(
     variant, inside, outside, tolerance, loss_of
 ):

@@ -13,7 +13,7 @@ from dcl_optim.penalty.distances import DISTANCES, companion_target
 from dcl_optim.penalty.pull import pull_of, pull_towards_target
 from dcl_optim.pytorch.internals import constant
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, huber, mlp, one, sgd, train
-from tests.reference import VARIANTS, learned, term_of, wrap
+from tests.reference import EACH, EACH_WAY, VARIANTS, learned, term_of, wrap
 
 INF, NAN = float("inf"), float("nan")
 LOG_3 = math.log(3.0)
@@ -137,8 +137,8 @@ def test_nothing_is_written_to_the_logits_and_half_precision_is_lifted(name, dty
     [(F.mse_loss, r"\(\)"), (lambda z, c: z - c, r"\(16, 5\)"), (lambda z, c: 0.0, "float")],
     ids=["a scalar", "all entries", "no tensor"],
 )
-@pytest.mark.parametrize("way", ["line", "term"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH_WAY
+@EACH
 def test_a_function_that_does_not_return_one_value_a_row_is_refused_at_first_use(variant, way, distance, found):
     model = mlp()
     optimizer = wrap(variant, model, distance=distance)
@@ -292,7 +292,7 @@ class Masked(nn.Module):
         return torch.cat([z[:, :CLASSES], z[:, CLASSES:] - INF], 1) if self.masked else z[:, :CLASSES]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 @pytest.mark.parametrize("name", ["mse", "l1", "kl", "infonce"])
 def test_a_masked_model_trains_as_one_of_its_other_classes(name, variant):
     """Where the mean is over all classes, the weight makes up for it, and so does the companion's learning rate; all
@@ -345,8 +345,8 @@ def test_a_batch_without_rows_beside_others_changes_nothing(variant, way, distan
     assert_same(*found, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH_WAY
+@EACH
 def test_a_step_on_no_rows_at_all_is_the_plain_optimizers(variant, way):
     model, plain = mlp(), mlp()
     optimizer, theirs = wrap(variant, model), sgd(plain)

@@ -24,7 +24,7 @@ from dcl_optim.progress import Forward
 from dcl_optim.pytorch import synchronization
 from tests.adversary.fitting import Training, run
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, training_forwards
-from tests.reference import VARIANTS, learned, wrap
+from tests.reference import EACH, EACH_WAY, learned, wrap
 from tests.reference import train as train_by
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -188,7 +188,7 @@ def without_the_wrapper(optimizer):
     return bare, base
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_nothing_learns_from_a_gradient_of_zero(variant):
     """Also if it is the very first."""
     model, untrained = mlp(), mlp()
@@ -238,7 +238,7 @@ def certain():
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_after_20_batches_that_tell_nothing_the_loss_is_refused(variant):
     """Among which gradients that are zero or not finite are not."""
     torch.manual_seed(0)
@@ -258,7 +258,7 @@ def test_after_20_batches_that_tell_nothing_the_loss_is_refused(variant):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 @pytest.mark.parametrize(("script", "silent"), [(a_prior, 0), (certain, 19)])
 def test_a_model_that_is_certain_of_every_row_is_read_with_one_warning(script, silent, variant):
     """From the 20th batch on, if what is left of its rows is below the rounding of float32."""
@@ -340,7 +340,7 @@ def test_labels_and_factor_of_every_batch_are_read_until_the_model_fits(name):
     assert counts["batches"] > 20
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_batches_that_tell_nothing_are_left_out_until_one_tells_the_form(variant):
     torch.manual_seed(0)
     model, data = certain()
@@ -353,7 +353,7 @@ def test_batches_that_tell_nothing_are_left_out_until_one_tells_the_form(variant
     assert optimizer.logs()["loss_scale"] == pytest.approx(1 / 8)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_batch_that_tells_no_scale_keeps_the_last_one(variant):
     """One row of which the model is so certain that its probability less 1 is off by some per cent in float32."""
     model = nn.Linear(3, 3, bias=False)
@@ -370,7 +370,7 @@ def test_a_batch_that_tells_no_scale_keeps_the_last_one(variant):
 # ---- labels ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_first_batch_that_is_not_finite_is_no_reason_for_an_error(variant):
     """As a gradient scaler's that starts too high: entries of labels are infinite, and the others are not."""
 
@@ -389,7 +389,7 @@ def test_a_first_batch_that_is_not_finite_is_no_reason_for_an_error(variant):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 @pytest.mark.parametrize(
     ("resumes", "num_read", "loss"),
     [(False, 3, squares), (True, 1, squares), (False, 2, weighted), (False, 2, mixed), (False, 2, F.nll_loss)],
@@ -417,7 +417,7 @@ def test_later_batches_that_cannot_be_read_get_no_penalty_and_a_warning_says_so_
 
 @pytest.mark.guard
 @pytest.mark.parametrize("resumes", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_after_100_steps_nothing_ends_the_run(variant, resumes):
     """It tells of 1, 2, 4, ... unread batches; their gradients are those of the base."""
     model = mlp()
@@ -444,7 +444,7 @@ def test_after_100_steps_nothing_ends_the_run(variant, resumes):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_where_values_may_not_be_read_unread_batches_are_warned_of_in_the_next_step_that_may(variant, monkeypatch):
     monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
     model = mlp()
@@ -459,7 +459,7 @@ def test_where_values_may_not_be_read_unread_batches_are_warned_of_in_the_next_s
 
 @pytest.mark.guard
 @pytest.mark.parametrize("comes_first", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_loss_of_another_forward_pass_that_is_not_read_is_skipped_beside_one_that_is(variant, comes_first):
     """Virtual adversarial training: the cross-entropy has its penalty, and the consistency loss has none."""
     model = mlp()
@@ -479,7 +479,7 @@ def test_a_loss_of_another_forward_pass_that_is_not_read_is_skipped_beside_one_t
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_further_loss_of_the_same_logits_is_skipped_and_the_cross_entropy_has_its_penalty(variant):
     """It has a backward pass of its own, before the cross-entropy's."""
     model = mlp()
@@ -600,8 +600,8 @@ class NoFloat64(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH_WAY
+@EACH
 def test_devices_without_float64_can_train(variant, way):
     optimizer = wrap(variant, mlp().float())
     data = [(x.float(), y) for x, y in vectors(5)]
@@ -644,7 +644,7 @@ SILENTLY["short batches"] = Script(F.cross_entropy, data=short)
 SILENTLY["short batches, label smoothing"] = Script(smoothed, model=certain_of_wrong_classes, data=short)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 @pytest.mark.parametrize("name", SILENTLY)
 def test_without_synchronization_a_training_is_the_same(name, variant):
     script = SILENTLY[name]
@@ -677,7 +677,7 @@ def test_a_resumed_run_knows_form_and_dimension_where_no_value_may_be_read(varia
 
 
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty")
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 @pytest.mark.parametrize("batch", ["zero", "unreadable", "other factor"])
 def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, variant):
     """A gradient of zero and an unreadable one get no penalty; a factor may jump, as a scaler's does."""

@@ -11,7 +11,7 @@ from torch import nn
 from dcl_optim import DCPOptimizer, distances
 from tests import reference
 from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
-from tests.reference import ALPHA, VARIANTS, WEIGHT, wrap
+from tests.reference import ALPHA, EACH, WEIGHT, wrap
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 METHOD = {"weight": WEIGHT, "alpha": ALPHA}
@@ -46,7 +46,7 @@ def test_logs():
     assert logs["loss_scale"] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_an_empty_first_group(variant):
     def run(groups):
         torch.manual_seed(0)
@@ -100,7 +100,7 @@ def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
 # ---- steps without a batch -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_steps_of_a_model_that_was_built_again_log_no_old_figures(variant):
     """As torch, which does not tell a model that its optimizer does not train."""
     model, again = mlp(), mlp(seed=1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import NoGuards, assert_same, batches, dropout_net, mlp
-from tests.reference import EACH, term_of, train, train_by_closures, wrap
+from tests.reference import EACH, EACH_WAY, term_of, train, train_by_closures, wrap
 
 
 def plain(variant, way):
@@ -53,7 +53,7 @@ TRAININGS = [plain, by_closures, micro_batches_skipped_steps_and_nan, losses_tha
 
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty", "ignore:non-finite")
 @pytest.mark.parametrize("training", TRAININGS)
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @EACH
 def test_a_training_is_the_same(variant, way, training, without_guards):
     with without_guards:

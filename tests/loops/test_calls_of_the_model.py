@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import CLASSES, FEATURES, PATIENCE, batches, mlp
-from tests.reference import EACH, assert_same_training, train, wrap
+from tests.reference import EACH, EACH_WAY, assert_same_training, train, wrap
 
 
 def predict(model):
@@ -23,7 +23,7 @@ def predict_in_another_thread(model):
 
 
 @pytest.mark.parametrize("call", [predict, predict_in_another_thread])
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @EACH
 def test_a_call_that_is_no_training_forward_pass_changes_nothing(variant, way, call):
     found = []

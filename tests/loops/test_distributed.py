@@ -15,7 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, train
-from tests.reference import VARIANTS, by_hand, learned, term_of, wrap
+from tests.reference import EACH, VARIANTS, by_hand, learned, term_of, wrap
 from tests.reference import train as train_by_term
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
@@ -185,7 +185,7 @@ def trained_with_a_batch_without_a_term(rank, variant):
     return snapshot(parallel.module, optimizer), optimizer.logs()["skipped"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_rank_without_a_term_in_a_step_ends_where_the_other_does(variant, ranks):
     first, second = (torch.load(ranks / f"some batches {variant} {rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(first[0], second[0])
@@ -303,7 +303,7 @@ def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cel
 
 
 @pytest.mark.parametrize("given", [3, "world", [0, 1], torch.zeros(1)], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_what_is_no_process_group_is_refused_before_anything_changes(variant, given):
     model = mlp()
     with pytest.raises(TypeError, match=r"(?s)process_group.*ProcessGroup"):

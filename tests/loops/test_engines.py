@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import assert_same, batches, mlp
-from tests.reference import CLOSE, METHOD, learned, term_of
+from tests.reference import CLOSE, EACH_WAY, METHOD, learned, term_of
 
 STEPS = 5
 # The optimizer asks for DeepSpeed's engine by the name of its module.
@@ -112,7 +112,7 @@ def expected(skips=None):
     return optimizer
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize("how", ["at once", "groups", "one by one"])
 def test_a_step_by_groups_is_one_step(how, way):
     optimizer = train(Engine(*build(DCPOptimizer), how), way)
@@ -123,7 +123,7 @@ def test_a_step_by_groups_is_one_step(how, way):
     assert optimizer.logs()["penalty"] > 0
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize("how", ["at once", "groups", "one by one"])
 def test_the_batch_of_a_step_that_the_engine_skips_is_forgotten(how, way):
     """Its gradients overflow, as that of the second batch does here; the optimizer is not called."""

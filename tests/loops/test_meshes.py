@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from tests.helpers import SHARDS_ON_CPU, assert_same, batches, mlp, on_ranks, sgd, train
-from tests.reference import CLOSE, VARIANTS, learned, term_of, wrap
+from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, learned, term_of, wrap
 from tests.reference import train as train_by
 
 pytestmark = [
@@ -97,7 +97,7 @@ def four(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch")
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 @pytest.mark.parametrize("name", ["hybrid", "models", "two dimensions", "some ranks"])
 def test_the_group_is_that_of_the_mesh_that_shards_the_model(name, variant, four):
     """Neither ranks with another model, nor those that compute other parts of the same rows."""
@@ -224,8 +224,8 @@ def piped(schedule, variant, way):
     return [model.state_dict(), learned(optimizer)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH_WAY
+@EACH
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_schedules_of_pipelines(schedule, variant, way, one_process):
     assert_same(piped(schedule, variant, way), piped(None, variant, way), **CLOSE)

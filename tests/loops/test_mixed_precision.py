@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers import assert_same, batches, cells, dropout_net, mlp, sgd
-from tests.reference import VARIANTS, Rounded, apart, by_hand, end, learned, term_of, wrap
+from tests.reference import EACH, VARIANTS, Rounded, apart, by_hand, end, learned, term_of, wrap
 
 CLIP = 0.3
 # A step's gradient passes through a few roundings of the dtype, and the errors of steps add up as the steps do: the
@@ -195,7 +195,7 @@ def test_a_penalty_that_underflows_in_float16_is_scaled_first():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_network_in_half_precision_outright_equals_the_loop_by_hand(variant, dtype):
     """No autocast; the companion's weights are float32. The loop by hand does the same, and differs where it rounds."""
 

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers import Storages, assert_same, batches, mlp, no_collector, one
-from tests.reference import VARIANTS, learned, term_of, train, wrap
+from tests.reference import EACH, learned, term_of, train, wrap
 
 # ---- a script that has called penalty ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant):
     (x, y), optimizer = one(), wrap(variant, mlp())
     z = optimizer.model(x)
@@ -63,7 +63,7 @@ def of_the_term(optimizer, x, y):
 
 
 @pytest.mark.parametrize("loss_of", [of_the_line, of_the_term])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_loss_that_the_script_keeps_keeps_nothing_but_numbers(variant, loss_of):
     """As in ``total = total + loss``, whose graph is that of all steps."""
     optimizer, batch = wrap(variant, mlp()), one()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, reference
 from tests.helpers import assert_same, sgd
+from tests.reference import EACH_WAY
 
 FEATURES, ROWS, STEPS = 20, 80, 30
 CLOSE = {"atol": 1e-12}
@@ -57,7 +58,7 @@ def test_each_part_has_at_most_60_lines(part):
     assert len(code.strip().splitlines()) <= 60
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 def test_dcp_with_a_fixed_weight(way):
     model, prototypes = network(4), reference.Prototypes(4, weight=0.7).double()
     reference.train_dcp(model, sgd(model), prototypes, batches(4))
@@ -80,7 +81,7 @@ def test_dcp_with_the_automatic_weight():
     assert_same(prototypes.values, optimizer.prototypes, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 def test_dcl(way):
     """With dropout, whose masks both networks have, and an alpha with which the companion moves."""
     data = batches(4)

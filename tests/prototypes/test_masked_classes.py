@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import Logits, assert_same
-from tests.reference import DISTANCES, dcp_step
+from tests.reference import DISTANCES, EACH_WAY, dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
@@ -204,7 +204,7 @@ def train_on(optimizer, data, way):
 
 
 @OPENED
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize("name", ["mse", "squared", "l1", "kl"])
 @pytest.mark.parametrize(("number", "adds"), [(-1e3, False), (-1e4, False), (-1e3, True), (-1e4, True)])
 def test_a_class_that_the_companion_masks_is_left_out_as_with_minus_infinity(number, adds, name, way):

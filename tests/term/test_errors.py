@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, gradients_put_back, mlp
-from tests.reference import EACH, assert_same_training, learned, term_of, train, wrap
+from tests.reference import EACH, EACH_WAY, assert_same_training, learned, term_of, train, wrap
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ def test_rows_of_nan_without_a_label_count():
 
 @pytest.mark.filterwarnings("ignore:non-finite", "ignore:.*not finite")
 @pytest.mark.parametrize("bad", [nan_in_the_input, an_overflow_in_the_logits, infinite_factor])
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @EACH
 def test_a_batch_that_is_not_finite_takes_no_part(variant, way, bad):
     """Of two micro-batches one is bad: as if it had not been; the base gets a zero from it."""

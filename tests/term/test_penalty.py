@@ -16,6 +16,7 @@ from dcl_optim.pytorch import synchronization
 from tests.helpers import CLASSES, FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp, one
 from tests.reference import (
     CLOSE,
+    EACH,
     VARIANTS,
     WEIGHT,
     assert_same_training,
@@ -272,7 +273,7 @@ def test_the_value_is_the_weight_times_the_distance(variant, distance):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_the_value_is_float32_or_wider(variant, dtype):
     model, companion, (x, y) = mlp(dtype=dtype), mlp(seed=3, dtype=dtype), one()
     optimizer = wrap(variant, model, **{"companion": companion} if variant == "dcl" else {})
@@ -304,7 +305,7 @@ def added(optimizer, x, y, with_term):
 
 
 @pytest.mark.filterwarnings("ignore:a step without a penalty")
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_once_penalty_was_called_the_line_is_off_also_in_a_resumed_run(variant):
     """Of two micro-batches one has the term: the line would add a penalty to both."""
     optimizer = train(wrap(variant, mlp()), batches(2), "line", F.cross_entropy)
@@ -324,7 +325,7 @@ def test_once_penalty_was_called_the_line_is_off_also_in_a_resumed_run(variant):
         one_of_both.step()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_another_loss_of_the_logits_may_have_its_backward_pass_before_the_term(variant):
     found = []
     for splits in (True, False):
@@ -343,7 +344,7 @@ def test_another_loss_of_the_logits_may_have_its_backward_pass_before_the_term(v
     assert_same_training(*found, **CLOSE)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_gradients_that_are_cleared_between_the_call_and_its_backward_pass_do_not_take_it_along(variant):
     """As in adversarial training: an attack by backward, then a forward pass of what it found."""
     trained = []
@@ -370,7 +371,7 @@ def test_gradients_that_are_cleared_between_the_call_and_its_backward_pass_do_no
         pytest.param((1, 0), id="read first"),  # the logits have their penalty then, and nothing is said
     ],
 )
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_two_losses_of_the_same_logits_get_one_penalty(variant, order):
     """Each has a backward pass of its own, and the line can read one of them."""
     trained = []
@@ -390,7 +391,7 @@ def test_two_losses_of_the_same_logits_get_one_penalty(variant, order):
     assert_same_training(*trained, **CLOSE)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_logits_and_soft_labels_may_be_written_over_after_the_call(variant):
     """Liger's cross-entropy writes the gradient into the logits' memory."""
     trained = []
