@@ -136,8 +136,10 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), **({"lr": 0.1, "momentum": 0.9} | options))
 
 
-def wrap(model: nn.Module, **options: Any) -> DCLOptimizer:
-    return DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
+def wrap(model: nn.Module, base: torch.optim.Optimizer | None = None, **options: Any) -> DCLOptimizer:
+    """DCL with a companion that gets all rows, and a penalty large enough to be seen."""
+    base = sgd(model) if base is None else base
+    return DCLOptimizer(base, model, **{"weight": 1.0, "companion_fraction": 1} | options)
 
 
 def one(x_seed: int = 1) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -204,7 +203,7 @@ class Stateful(nn.Module):
 
 def test_a_hidden_state_in_an_attribute_of_the_companion_is_named_and_detached_there():
     model = Stateful()
-    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
+    optimizer = wrap(model)
 
     def chunk(*networks):
         for network in networks:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -107,11 +106,11 @@ def run(change, wrapped_first):
         model[2].requires_grad_(False)
     base = sgd(model)
     if wrapped_first:
-        optimizer = DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
+        optimizer = wrap(model, base)
         change(model, optimizer)
     else:
         change(model, base)
-        optimizer = DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
+        optimizer = wrap(model, base)
     train(model, optimizer, [(x.to(model[0].bias.dtype), y) for x, y in DATA])
     assert optimizer.logs()["penalty"] > 0
     return model, optimizer
@@ -178,7 +177,7 @@ def test_the_copy_draws_nothing_from_the_scripts_generators():
         torch.manual_seed(5)
         model = nn.Sequential(Layer(FEATURES, 12), dropout_net()[1:]).double()
         base = Optimizer(model.parameters())
-        train(model, base if weight is None else DCLOptimizer(base, model, weight=weight, companion_fraction=1), DATA)
+        train(model, base if weight is None else wrap(model, base, weight=weight), DATA)
         found.append(torch.rand(1).item())
         models.append(model)
     assert found[0] == found[1]
@@ -274,7 +273,7 @@ def test_a_layer_that_is_not_the_copys_own_is_refused_by_name_at_the_first_predi
     change(model)
     base = torch.optim.SGD([*model.parameters(), *HEADS[0].parameters()], lr=0.1)
     message = rf"would train {name}, which is not its own(?s:.*)pass it as companion="
-    optimizer = DCLOptimizer(base, model, weight=0.0, companion_fraction=1)
+    optimizer = wrap(model, base, weight=0.0)
     with pytest.raises(RuntimeError, match=message):
         model(one()[0], *arguments)
     optimizer.detach()
@@ -287,7 +286,7 @@ def test_a_part_that_torchscript_made_is_refused_with_its_name():
         warnings.simplefilter("ignore")  # torch.jit.script is deprecated
         part = torch.jit.script(nn.Linear(FEATURES, CLASSES))
     model = nn.Sequential(part)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion_fraction=1)
+    optimizer = wrap(model)
     with pytest.raises(RuntimeError, match=r"would train the model's '0.weight'.*torch\.jit\.script holds that layer"):
         model(torch.ones(2, FEATURES))
     optimizer.detach()

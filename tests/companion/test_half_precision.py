@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, through_a_file, train, two_processes, wrap
 from tests.reference import train as train_by
 
@@ -54,7 +53,7 @@ def companions_way(dtype, lr):
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)).to(dtype)
     y = torch.arange(512) % 10
     x = (torch.randn(10, 32)[y] + 0.7 * torch.randn(512, 32)).to(dtype)
-    optimizer = DCLOptimizer(sgd(model, lr=lr), model, companion_fraction=1)
+    optimizer = wrap(model, sgd(model, lr=lr))
     start = nn.utils.parameters_to_vector(model.parameters()).detach().float()
     for _ in range(400):
         rows = torch.randint(512, (64,))
@@ -78,7 +77,7 @@ def test_parameters_in_float32_are_stepped_themselves_and_those_in_half_precisio
     torch.manual_seed(0)
     model = Mixed(nn.Linear(FEATURES, 12, dtype=HALF), nn.Linear(12, CLASSES))
     groups = [{"params": model[1].parameters()}, {"params": model[0].parameters(), "lr": 0.01}]
-    optimizer = DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap(model, torch.optim.SGD(groups, lr=0.1))
     body, head = optimizer.companion
     before = weights_of(optimizer)
     train(model, optimizer, half_batches(3))
@@ -170,13 +169,7 @@ BASES = {
 def build(base):
     make, options = BASES[base]
     model = mlp(dtype=HALF)
-    return DCLOptimizer(
-        make(model.parameters()),
-        model,
-        weight=1.0,
-        **{name: give() for name, give in options.items()},
-        companion_fraction=1,
-    )
+    return wrap(model, make(model.parameters()), **{name: give() for name, give in options.items()})
 
 
 def resumed(optimizer, base):
@@ -217,7 +210,7 @@ def test_the_state_of_the_companions_optimizer_is_not_rounded_when_it_is_loaded(
     optimizers = []
     for seed in (0, 4):
         model = mlp(seed=seed, dtype=torch.bfloat16)
-        optimizers.append(DCLOptimizer(kind(model.parameters(), lr=0.01), model, companion_fraction=1))
+        optimizers.append(wrap(model, kind(model.parameters(), lr=0.01)))
     first, second = optimizers
     train(first.model, first, batches(5, dtype=torch.bfloat16))
     saved = copy.deepcopy(first.state_dict())

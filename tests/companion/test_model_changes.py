@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import (
     CLASSES,
@@ -153,7 +152,7 @@ def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does()
     whole = copy.deepcopy(model)
     train(
         model,
-        DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, companion=whole, companion_fraction=1),
+        wrap(model, torch.optim.SGD(model[2].parameters(), lr=0.1), companion=whole),
         DATA,
     )
     assert_same(whole[0], mlp()[0])
@@ -179,7 +178,7 @@ def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen):
     """Frozen parameters are the very same; others, which may get gradients of the script's, share their memory."""
     model = mlp()
     model[0].requires_grad_(not frozen)
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=0.0, companion_fraction=1)
+    optimizer = wrap(model, torch.optim.SGD(model[2].parameters(), lr=0.1), weight=0.0)
     alone = copy.deepcopy(model)
     base = torch.optim.SGD(alone[2].parameters(), lr=0.1)
     for batch in DATA:
@@ -360,6 +359,6 @@ def test_a_model_whose_parameters_are_another_list_trains():
 
     model = Listed(FEATURES, CLASSES).double()
     model.bias.requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion_fraction=1)
+    optimizer = wrap(model)
     train(model, optimizer, batches(3))
     assert optimizer.logs()["penalty"] > 0

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, mlp, sgd, train, wrap
 
@@ -23,7 +22,7 @@ def test_groups_that_are_removed_or_change_places_have_their_own_options_in_a_ne
     model = mlp()
     model[0].requires_grad_(not frozen)
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.01}]
-    optimizer = DCLOptimizer(torch.optim.SGD(groups), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap(model, torch.optim.SGD(groups))
     train(model, optimizer, batches(2))
     change(optimizer.param_groups)
     with pytest.warns(UserWarning, match="copied from the model again"):
@@ -62,7 +61,7 @@ def test_a_base_that_asserts_its_keys_under_a_scheduler_has_a_companion():
     """Schedulers put keys of theirs into the groups, before the copy is made and later."""
     model = mlp()
     groups = [{"params": list(layer.parameters()), "lr": 0.01, "use_muon": True} for layer in (model[2], model[0])]
-    optimizer = DCLOptimizer(Muon(groups), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap(model, Muon(groups))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=9, cycle_momentum=False)
     for batch in batches(5):
         train(model, optimizer, [batch])
@@ -136,7 +135,7 @@ def test_the_optimizers_that_a_base_holds_follow_its_schedule_in_the_companion_t
         base = torch.optim.SGD(groups_by_shape(model), momentum=0.9)
         if holds:
             base = HandsOn(base) if kept_as == "handed on" else HoldsOthers(groups_by_shape(model), kept_as)
-        optimizer = DCLOptimizer(base, model, weight=1.0, alpha=0.6, companion_fraction=1)
+        optimizer = wrap(model, base, alpha=0.6)
         assert type(optimizer.companion_optimizer) is type(base)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
         for batch in batches(10):
@@ -153,7 +152,7 @@ def test_those_that_have_stepped_begin_without_their_state_in_the_companion(kept
     base = HoldsOthers(groups_by_shape(model), kept_as)
     train(model, base, batches(2))
     before = copy.deepcopy([one.state_dict() for one in base._inner()])
-    optimizer = DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
+    optimizer = wrap(model, base)
     assert not any(one.state for one in optimizer.companion_optimizer._inner())
     assert_same([one.state_dict() for one in base._inner()], before)
 
@@ -179,7 +178,7 @@ class NeedsMore(torch.optim.SGD):
 
 def test_a_base_is_copied_whatever_its_constructor_takes():
     model, expected = mlp(), mlp()
-    optimizer = DCLOptimizer(NeedsMore(model.parameters(), extra=1), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap(model, NeedsMore(model.parameters(), extra=1))
     other = wrap(expected)
     train(model, optimizer, batches(5))
     train(expected, other, batches(5))
@@ -199,7 +198,7 @@ def test_the_copy_of_a_base_that_has_stepped_starts_without_its_state_and_shares
     base = kind(model.parameters(), lr=0.01)
     train(model, base, batches(3))
     before = copy.deepcopy(base.state_dict())
-    optimizer = DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
+    optimizer = wrap(model, base)
     assert not optimizer.companion_optimizer.state
     assert_same(base.state_dict(), before)
     train(model, optimizer, batches(2))
@@ -224,7 +223,7 @@ class StateFromTheStart(torch.optim.SGD):
 
 def test_a_state_of_the_constructor_which_a_copy_lacks_is_an_error_with_a_note_in_its_first_step():
     model = mlp()
-    optimizer = DCLOptimizer(StateFromTheStart(model.parameters()), model, companion_fraction=1)
+    optimizer = wrap(model, StateFromTheStart(model.parameters()))
     train(model, optimizer, batches(1))  # the first gradient is zero
     with pytest.raises(KeyError, match="mean") as caught:
         train(model, optimizer, batches(1))
@@ -237,7 +236,7 @@ def test_an_optimizer_of_sparse_gradients_that_has_stepped_is_no_such_one():
     base = torch.optim.SparseAdam(model.parameters(), lr=0.1)
     data = [(torch.arange(FEATURES), torch.arange(FEATURES) % CLASSES)] * 3
     train(model, base, data)
-    optimizer = DCLOptimizer(base, model, companion_fraction=1)
+    optimizer = wrap(model, base)
     train(model, optimizer, data)
     state = optimizer.companion_optimizer.state[optimizer.companion.weight]
     assert float(state["step"]) == 2  # the first gradient is zero
@@ -261,7 +260,7 @@ class StepsByItself(torch.optim.Optimizer):
 def test_making_a_companions_optimizer_does_not_change_the_class_of_the_base():
     model = mlp()
     step = StepsByItself.step
-    optimizer = DCLOptimizer(StepsByItself(sgd(model)), model, companion_fraction=1)
+    optimizer = wrap(model, StepsByItself(sgd(model)))
     assert optimizer.companion_optimizer is not None
     assert StepsByItself.step is step
 
@@ -277,9 +276,9 @@ def test_what_cannot_train_a_companion_is_refused_at_wrapping(base, message):
     model = mlp()
     made = base(model)
     with pytest.raises(ValueError, match=rf"{message}.*companion_optimizer="):
-        DCLOptimizer(made, model, companion_fraction=1)
+        wrap(model, made)
     assert not model._forward_hooks
-    optimizer = DCLOptimizer(made, model, companion_optimizer=partial(torch.optim.SGD, lr=0.1), companion_fraction=1)
+    optimizer = wrap(model, made, companion_optimizer=partial(torch.optim.SGD, lr=0.1))
     assert type(optimizer.companion_optimizer) is torch.optim.SGD
 
 
@@ -305,9 +304,7 @@ class CountsInItsGroups(torch.optim.SGD):
 def test_what_an_optimizer_counts_in_its_groups_is_its_own_and_what_the_script_sets_is_shared(tensor_lr):
     model = mlp()
     lr = torch.tensor(0.1) if tensor_lr else 0.1
-    optimizer = DCLOptimizer(
-        CountsInItsGroups(model.parameters(), lr=lr), model, companion_lr_scale=0.5, weight=1.0, companion_fraction=1
-    )
+    optimizer = wrap(model, CountsInItsGroups(model.parameters(), lr=lr), companion_lr_scale=0.5)
     ours, theirs = optimizer.param_groups[0], optimizer.companion_optimizer.param_groups[0]
     for steps, batch in enumerate(batches(4), start=1):
         if steps == 3:
@@ -345,9 +342,7 @@ def test_the_companions_optimizer_begins_with_the_first_gradient_that_is_not_zer
     companion = copy.deepcopy(hand)
     make = partial(DividesByTheFirst, lr=0.01)
     base = make(model.parameters())
-    optimizer = DCLOptimizer(
-        base, model, alpha=0.6, companion_optimizer=None if way == "copied" else make, companion_fraction=1
-    )
+    optimizer = wrap(model, base, alpha=0.6, companion_optimizer=None if way == "copied" else make)
     optimizers = [make(hand.parameters()), make(companion.parameters())]
     for number, (x, y) in enumerate(batches(still + 6)):
         rate = 0.0 if number < still else 0.01
@@ -371,12 +366,7 @@ def test_a_companions_optimizer_that_has_begun_steps_with_gradients_of_zero_also
     """Its weight decay goes on where alpha = 1 leaves no gradient."""
     model, resumed = mlp(), mlp()
     optimizer, second = (
-        DCLOptimizer(
-            sgd(network, weight_decay=0.1, momentum=0.0),
-            network,
-            alpha=lambda t: 0.5 if t < 4 else 1.0,
-            companion_fraction=1,
-        )
+        wrap(network, sgd(network, weight_decay=0.1, momentum=0.0), alpha=lambda t: 0.5 if t < 4 else 1.0)
         for network in (model, resumed)
     )
     data = list(batches(7))
@@ -397,9 +387,7 @@ def test_the_optimizers_mode_is_the_companions_from_its_start():
     found = []
     for companion in (None, mlp()):
         model = mlp()
-        optimizer = DCLOptimizer(
-            SGDScheduleFree(model.parameters(), lr=0.1), model, companion=companion, weight=1.0, companion_fraction=1
-        )
+        optimizer = wrap(model, SGDScheduleFree(model.parameters(), lr=0.1), companion=companion)
         optimizer.train()
         train(model, optimizer, batches(5))
         optimizer.eval()
@@ -444,7 +432,7 @@ def test_an_error_in_the_companions_step_has_a_note_with_the_fix_and_the_next_st
     optimizers = []
     for fails in (True, False):
         model = mlp()
-        optimizer = DCLOptimizer(FailsOnce(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+        optimizer = wrap(model, FailsOnce(model.parameters(), lr=0.1))
         train(model, optimizer, batches(3))
         before = copy.deepcopy(optimizer.companion.state_dict())
         optimizer.companion_optimizer.fails = fails
@@ -464,9 +452,7 @@ def test_an_error_in_the_companions_step_has_a_note_with_the_fix_and_the_next_st
 def test_the_companion_follows_a_learning_rate_that_becomes_a_tensor():
     """As when a checkpoint of a plain run with such a learning rate is loaded into the base."""
     model = mlp()
-    optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, companion_lr_scale=0.5, companion_fraction=1
-    )
+    optimizer = wrap(model, companion_lr_scale=0.5)
     train(model, optimizer, batches(1))
     optimizer.param_groups[0]["lr"] = torch.tensor(0.04)
     train(model, optimizer, batches(1))

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import assert_same, batches, mlp, sgd, wrap
 
 
@@ -81,9 +80,7 @@ def test_factors_of_different_sizes_do_not_overflow_in_float16(factors):
         companion = copy.deepcopy(model)
         companion.weight.data += 1.0
         before = companion.weight.detach().clone()
-        optimizer = DCLOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1), model, companion=companion, alpha=0.0, companion_fraction=1
-        )
+        optimizer = wrap(model, companion=companion, alpha=0.0)
         for number, factor in enumerate(factors):
             z = model(torch.randn(8, 4, generator=torch.Generator().manual_seed(number)).to(dtype))
             (0.0 * z.float().square().mean() + factor * optimizer.penalty(z)).backward()

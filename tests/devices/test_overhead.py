@@ -28,6 +28,7 @@ from tests.helpers import (
     one,
     sgd,
     two_processes,
+    wrap,
 )
 from tests.reference import train, train_by_closures
 
@@ -91,13 +92,13 @@ def frozen(layers):
 
 def head_only(layers):
     model = frozen(layers)
-    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+    return wrap(model, torch.optim.SGD(model.head.parameters(), lr=0.1))
 
 
 def in_groups(layers):
     model = Deep(layers)
     groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.01}]
-    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0, companion_fraction=1)
+    return wrap(model, torch.optim.SGD(groups, lr=0.1))
 
 
 SCENARIOS = {

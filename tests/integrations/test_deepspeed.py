@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import assert_same, batches, mlp, on_ranks
+from tests.helpers import assert_same, batches, mlp, on_ranks, wrap
 from tests.reference import EACH_WAY
 
 # Not imported here: its globals, and those of Accelerate with it, would be those of all tests.
@@ -107,7 +106,7 @@ def test_a_companion_needs_stage_0_in_float32(way, found):
     model = mlp(dtype=torch.float32)
     weights, biases = ([p for p in model.parameters() if (p.ndim < 2) is is_bias] for is_bias in (False, True))
     base = torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": biases}], lr=0.2, momentum=0.9)
-    optimizer = DCLOptimizer(base, model, weight=0.5, alpha=0.9, companion_fraction=1)
+    optimizer = wrap(model, base, weight=0.5, alpha=0.9)
     for x, y in batches(STEPS, dtype=torch.float32):
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import batches, mlp
+from tests.helpers import batches, mlp, wrap
 from tests.integrations.huggingface import arguments, sentences, text_classifier
 from tests.integrations.lightning_modules import QUIET, Validated, network, quiet_trainer
 from tests.integrations.lightning_modules import loader as lightning_loader
@@ -126,9 +126,7 @@ def test_agreement():
         for module, weight in ((model, 0.0), (companion, 1.0)):
             module.weight.zero_()[1, 0] = weight
             module.bias.copy_(torch.tensor([0.5, 0.0, 0.0]))
-    optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, companion=companion, companion_fraction=1
-    )
+    optimizer = wrap(model, companion=companion)
     validation = [(torch.tensor([[0.0, 0.0], [0.2, 0.0]]), None), (torch.tensor([[0.4, 0.0], [0.6, 0.0]]), None)]
     names = {"torch": torch, "model": model, "optimizer": optimizer, "validation": validation}
     exec(block("DCL: agreement with the companion"), names)

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from pytorch_optimizer.base.exception import NoClosureError
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import assert_same, batches, cells, mlp, sgd, through_a_file, train
+from tests.helpers import assert_same, batches, cells, mlp, sgd, through_a_file, train, wrap
 from tests.reference import train_by_hand
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
@@ -92,7 +91,7 @@ def assert_trained_alike(first, second, steps):
 def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name):
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     base = in_training_mode(build(name, plain))
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.0, companion_fraction=1))
+    optimizer = in_training_mode(wrap(model, build(name, model), weight=0.0))
     assert_trained_alike((plain, base), (model, optimizer), steps=12)
     assert is_moved(plain)
 
@@ -100,7 +99,7 @@ def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name):
 @pytest.mark.parametrize("name", cells(REPRODUCIBLE, *(name for name in REPRESENTATIVES if name in REPRODUCIBLE)))
 def test_both_networks_train_as_two_optimizers_built_by_hand_do(name):
     model, data = mlp(), list(batches(STEPS.get(name, 14)))
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS, companion_fraction=1))
+    optimizer = in_training_mode(wrap(model, build(name, model), **SETTINGS))
     hand = train_by_hand(mlp(), lambda network: in_training_mode(build(name, network)), data, **SETTINGS)
     train(model, optimizer, data)
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
@@ -111,14 +110,14 @@ def test_both_networks_train_as_two_optimizers_built_by_hand_do(name):
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name):
     model, data = mlp(dtype=torch.float32), list(batches(STEPS.get(name, 14), dtype=torch.float32))
     resumed = copy.deepcopy(model)
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS, companion_fraction=1))
+    optimizer = in_training_mode(wrap(model, build(name, model), **SETTINGS))
     torch.manual_seed(7)
     train(model, optimizer, data[:8])
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
     state = through_a_file(state, weights_only=name not in STATE_OF_OTHER_TYPES)
     train(model, optimizer, data[8:])
 
-    second = DCLOptimizer(build(name, resumed), resumed, **SETTINGS, companion_fraction=1)
+    second = wrap(resumed, build(name, resumed), **SETTINGS)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"])
@@ -133,7 +132,7 @@ def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companio
     """Its copy would throw the companion away: a copy of the model begins with a zero."""
     plain, model = mlp(), mlp()
     second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
-    optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second, weight=0.0, companion_fraction=1)
+    optimizer = wrap(model, build(name, model), companion_optimizer=second, weight=0.0)
     train(plain, build(name, plain), batches(25))
     train(model, optimizer, batches(25))
     assert_same(plain, model)
@@ -142,7 +141,7 @@ def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companio
 
 def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_from_that():
     model, make = mlp(), partial(pytorch_optimizer.AdamMini, lr=0.01)
-    optimizer = DCLOptimizer(make(model), model, **SETTINGS, companion_fraction=1)
+    optimizer = wrap(model, make(model), **SETTINGS)
     train(model, optimizer, batches(14))
     hand = train_by_hand(mlp(), make, batches(14), **SETTINGS)
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
@@ -159,16 +158,14 @@ def step_with_its_loss(model, optimizer, x, y):
 def test_a_base_that_steps_with_a_closure_only_is_refused_and_works_beside_another_companion_optimizer():
     refused, plain, model = mlp(), mlp(), mlp()
     base, wrapped = (pytorch_optimizer.AliG(network.parameters(), max_lr=0.1) for network in (plain, model))
-    optimizer = DCLOptimizer(
-        pytorch_optimizer.AliG(refused.parameters(), max_lr=0.1), refused, weight=1.0, companion_fraction=1
-    )
+    optimizer = wrap(refused, pytorch_optimizer.AliG(refused.parameters(), max_lr=0.1))
     step_with_its_loss(refused, optimizer, *next(batches(1)))
     with pytest.raises(NoClosureError, match=r"AliG requires closure") as caught:
         step_with_its_loss(refused, optimizer, *next(batches(1)))
     if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
         assert "pass companion_optimizer=" in caught.value.__notes__[0]
     second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
-    optimizer = DCLOptimizer(wrapped, model, weight=0.0, companion_optimizer=second, companion_fraction=1)
+    optimizer = wrap(model, wrapped, weight=0.0, companion_optimizer=second)
     for x, y in batches(3):
         step_with_its_loss(plain, base, x, y)
         step_with_its_loss(model, optimizer, x, y)
@@ -196,13 +193,7 @@ def test_a_wrapper_of_an_optimizer_trains_both_networks(name, way):
         return WRAPPERS[name](torch.optim.SGD(weights, lr=0.1))
 
     model, data = mlp(), list(batches(14))  # past the slow weights' first two updates
-    optimizer = DCLOptimizer(
-        make(model.parameters()),
-        model,
-        weight=0.3,
-        companion_optimizer=None if way == "copied" else make,
-        companion_fraction=1,
-    )
+    optimizer = wrap(model, make(model.parameters()), weight=0.3, companion_optimizer=None if way == "copied" else make)
     train(model, optimizer, data)
     hand = train_by_hand(mlp(), lambda network: make(network.parameters()), data, weight=0.3)
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
@@ -211,7 +202,7 @@ def test_a_wrapper_of_an_optimizer_trains_both_networks(name, way):
 @pytest.mark.parametrize("lookahead", [timm.optim.Lookahead, pytorch_optimizer.Lookahead])
 def test_lookahead_may_wrap_the_dcl_optimizer(lookahead):
     theirs, model = mlp(), mlp()
-    inner = DCLOptimizer(sgd(model), model, weight=0.3, companion_fraction=1)
+    inner = wrap(model, weight=0.3)
     train(model, lookahead(inner, k=3), batches(7))
     hand = train_by_hand(
         theirs,

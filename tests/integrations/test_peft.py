@@ -13,8 +13,7 @@ from peft import (
 )
 from torch import nn
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import assert_same, train
+from tests.helpers import assert_same, train, wrap
 from tests.integrations.huggingface import sentences, text_classifier
 from tests.integrations.trainer_by_hand import QUIET, sgd
 from tests.reference import train_by_hand
@@ -69,7 +68,7 @@ def assert_frozen_is_shared(model, companion):
 def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
     net, theirs, plain = (Logits(adapted(method)) for _ in range(3))
     frozen = {name: p.detach().clone() for name, p in net.named_parameters() if not p.requires_grad}
-    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT, companion_fraction=1)
+    optimizer = wrap(net, sgd(net), weight=WEIGHT)
     torch.manual_seed(7)
     train(net.train(), optimizer, data())
     torch.manual_seed(7)
@@ -87,13 +86,13 @@ def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
 def test_after_a_change_of_adapters_the_model_is_wrapped_again():
     """Which adapter is active is not in the weights: a companion of before would go on with the old one."""
     model, net = (m := adapted("DoRA")), Logits(m)
-    optimizer = DCLOptimizer(sgd(net), net, weight=1.0, companion_fraction=1)
+    optimizer = wrap(net, sgd(net))
     train(net.train(), optimizer, data(2))
     first = {name: p.detach().clone() for name, p in model.named_parameters() if ".default." in name}
     torch.manual_seed(5)
     model.add_adapter("second", LoraConfig(r=2, init_lora_weights=False, **PLACES))
     model.set_adapter("second")
-    optimizer = DCLOptimizer(sgd(net), net, weight=WEIGHT, companion_fraction=1)
+    optimizer = wrap(net, sgd(net), weight=WEIGHT)
     train(net.train(), optimizer, data(1))
     assert optimizer.logs()["penalty"] == 0.0
     train(net.train(), optimizer, data(3))

@@ -8,10 +8,9 @@ import torch.nn.functional as F
 import torchvision
 from torchvision.models import segmentation, video
 
-from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.layout import to_rows
-from tests.helpers import assert_same, cells, train
+from tests.helpers import assert_same, cells, train, wrap
 from tests.reference import train_by_hand
 
 CLASSES, WEIGHT, IGNORED = 4, 0.7, 255
@@ -54,7 +53,7 @@ def sgd(parameters):
 def test_a_classifier_trains_as_the_algorithm_written_out(name):
     make, shape = PLAIN[name]
     theirs, model = build(make), build(make)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, companion_fraction=1)
+    optimizer = wrap(model, sgd(model.parameters()), weight=WEIGHT)
     torch.manual_seed(5)
     hand = train_by_hand(theirs, lambda network: sgd(network.parameters()), batches(2, shape), weight=WEIGHT)
     torch.manual_seed(5)
@@ -122,9 +121,7 @@ def test_the_penalty_is_on_the_main_logits_only(name):
         for parameter in other.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     second = copy.deepcopy(other)
-    optimizer = DCLOptimizer(
-        sgd(model.parameters()), model, weight=WEIGHT, alpha=0.6, companion=other, companion_fraction=1
-    )
+    optimizer = wrap(model, sgd(model.parameters()), weight=WEIGHT, alpha=0.6, companion=other)
     ((x, y),) = batches(1, shape, size=2, dense=name in ("deeplab", "lraspp"))
     z, c = seeded(by_hand, x), main(seeded(second, x))
     rows, targets = (to_rows(tensor) for tensor in (main(z), c))

@@ -17,8 +17,8 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import LabelSmoother
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import assert_same, cells
+from dcl_optim import DCPOptimizer
+from tests.helpers import assert_same, cells, wrap
 from tests.integrations import METHODS, differ
 from tests.integrations.huggingface import (
     LENGTH,
@@ -219,7 +219,7 @@ class RegularizedTrainer(Trainer):
 
     def create_optimizer(self, model=None):
         if self.optimizer is None:
-            self.optimizer = DCLOptimizer(super().create_optimizer(model), self.model, weight=1.0, companion_fraction=1)
+            self.optimizer = wrap(self.model, super().create_optimizer(model))
         return self.optimizer
 
 
@@ -233,7 +233,7 @@ def test_trainers_own_optimizer_can_be_wrapped_where_it_is_made(tmp_path):
     plain = Trainer(expected, arguments(tmp_path, **settings))
     second = repeat(
         expected,
-        DCLOptimizer(plain.create_optimizer(), expected, weight=1.0, companion_fraction=1),
+        wrap(expected, plain.create_optimizer()),
         tape.updates(1, EPOCH),
     )
     assert [group["weight_decay"] for group in second.companion_optimizer.param_groups] == [0.1, 0.0]

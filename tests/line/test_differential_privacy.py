@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import batches, mlp, sgd
+from tests.helpers import batches, mlp, sgd, wrap
 
 
 @pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
@@ -38,4 +38,4 @@ def test_opacus_is_refused(mode):
     for inner in (private, model):
         for outer in (optimizer, base):
             with pytest.raises(ValueError, match="opacus"):
-                DCLOptimizer(outer, inner, companion_fraction=1)
+                wrap(inner, outer)

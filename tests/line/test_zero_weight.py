@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells
+from dcl_optim import DCPOptimizer
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, wrap
 from tests.reference import term_of
 
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -93,7 +93,7 @@ def test_zero_weight_is_the_base_optimizer(name, variant, loop, way):
     base = DENSE[name](model.parameters())
     if variant == "dcl":
         second = SGD if takes_only_closures(name) else None
-        optimizer = DCLOptimizer(base, model, weight=0.0, companion_optimizer=second, companion_fraction=1)
+        optimizer = wrap(model, base, weight=0.0, companion_optimizer=second)
     else:
         optimizer = DCPOptimizer(base, model, weight=0.0)
     assert list(losses(model, optimizer, loop, way)) == expected
@@ -118,7 +118,7 @@ def test_the_script_does_not_notice_what_the_companions_optimizer_draws():
     model = network()
     alone = copy.deepcopy(model)
     expected = list(losses(alone, Langevin(alone.parameters(), lr=0.05), "plain"))
-    optimizer = DCLOptimizer(Langevin(model.parameters(), lr=0.05), model, weight=0.0, companion_fraction=1)
+    optimizer = wrap(model, Langevin(model.parameters(), lr=0.05), weight=0.0)
     assert list(losses(model, optimizer, "plain")) == expected
 
 
@@ -127,7 +127,7 @@ def test_every_optimizer_trains_a_companion_of_its_own_class():
         if takes_only_closures(name):
             continue
         model = network()
-        optimizer = DCLOptimizer(make(model.parameters()), model, weight=0.5, companion_fraction=1)
+        optimizer = wrap(model, make(model.parameters()), weight=0.5)
         list(losses(model, optimizer, "plain"))
         assert type(optimizer.companion_optimizer) is type(optimizer.base)
         for key, value in optimizer.param_groups[0].items():

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.optim import lr_scheduler, swa_utils
 
-from dcl_optim import DCLOptimizer, distances
-from tests.helpers import assert_same, batches, cells, mlp, train
+from dcl_optim import distances
+from tests.helpers import assert_same, batches, cells, mlp, train, wrap
 from tests.reference import dcl_step
 
 STEPS = 12
@@ -114,9 +114,7 @@ def written_out(scheduler, base, layout, factor):
 def test_a_scheduler_drives_both_networks(scheduler, base, layout, factor):
     model = mlp()
     inner = LAYOUTS[layout](model, base)
-    optimizer = DCLOptimizer(
-        inner, model, companion=mlp(seed=3), companion_lr_scale=factor, **METHOD, companion_fraction=1
-    )
+    optimizer = wrap(model, inner, companion=mlp(seed=3), companion_lr_scale=factor, **METHOD)
     schedule = SCHEDULERS[scheduler](optimizer)
     theta, omega = recorded(optimizer.base), recorded(optimizer.companion_optimizer)
     for step, (x, y) in enumerate(batches(STEPS)):
@@ -139,7 +137,7 @@ def test_scheduler_of_the_base_built_before_it_was_wrapped():
         model = mlp()
         base = one_group(model, "sgd")
         early_schedule = lr_scheduler.StepLR(base, 2, 0.5) if early else None
-        optimizer = DCLOptimizer(base, model, companion=mlp(seed=3), weight=1.0, companion_fraction=1)
+        optimizer = wrap(model, base, companion=mlp(seed=3))
         schedule = early_schedule or lr_scheduler.StepLR(optimizer, 2, 0.5)
         omega = recorded(optimizer.companion_optimizer)
         for batch in batches(6):

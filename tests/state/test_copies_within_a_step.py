@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, snapshot
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, snapshot, wrap
 
 TOTAL, BREAK = 8, 4
 MOMENTS = ["after a step", "after a forward", "within an accumulation"]
@@ -20,7 +19,7 @@ STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, CLASSES)).double()
-    return DCLOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, weight=1.0, companion_fraction=1)
+    return wrap(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
 def loss_by_the_line(optimizer, x, y):

@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing as mp
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, linear_growth, mlp, running_average, train
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, linear_growth, mlp, running_average, train, wrap
 
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4),
@@ -88,7 +88,7 @@ def test_resumed_run_equals_uninterrupted_run(variant, base, resumed):
 
 def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
     model = mlp()
-    optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap(model, BASES["sgd"](model.parameters()))
     train(model, optimizer, batches(3))
     state = optimizer.state_dict()
     assert set(state) == {"state", "param_groups", "dcl_optim.DCLOptimizer"}
@@ -99,7 +99,7 @@ def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
 
 def dcl_and_other():
     model, other = mlp(), mlp()
-    dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0, companion_fraction=1)
+    dcl = wrap(model, BASES["sgd"](model.parameters()))
     dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, num_classes=CLASSES)
     return dcl, dcp
 
@@ -107,7 +107,7 @@ def dcl_and_other():
 def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     dcl, dcp = dcl_and_other()
     wide = mlp(width=13)
-    other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide, weight=1.0, companion_fraction=1)
+    other_shape = wrap(wide, BASES["sgd"](wide.parameters()))
     assert dcl.companion is not other_shape.companion  # a state without one fits everywhere
     three = mlp()
     fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, num_classes=3)
@@ -168,7 +168,7 @@ class Extra(torch.nn.Linear):
 def test_a_model_with_an_extra_state_is_resumed():
     def built():
         model = torch.nn.Sequential(Extra(FEATURES, CLASSES)).double()
-        return model, DCLOptimizer(BASES["sgd"](model.parameters()), model, companion_fraction=1)
+        return model, wrap(model, BASES["sgd"](model.parameters()))
 
     model, optimizer = built()
     train(model, optimizer, batches(2))
