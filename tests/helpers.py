@@ -123,6 +123,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, loss: A
         optimizer.step()
 
 
+def fit(optimizer: Any, data: Any, loss: Any = F.cross_entropy) -> None:
+    """The same with an optimizer that knows its model."""
+    train(optimizer.model, optimizer, data, loss)
+
+
 @contextmanager
 def gradients_put_back(model: nn.Module) -> Iterator[None]:
     """What is done inside leaves the gradients of the model's parameters as they were."""

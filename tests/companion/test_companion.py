@@ -15,10 +15,10 @@ from tests.helpers import (
     assert_same,
     batches,
     dropout_net,
+    fit,
     mlp,
     one,
     sgd,
-    train,
     wrap,
 )
 from tests.reference import train_by_hand
@@ -66,7 +66,7 @@ def test_another_architecture_equals_the_loop_written_out():
 
     model, companion = mlp(), small()
     optimizer = wrap(model, companion=small(), companion_lr_scale=0.5)
-    train(model, optimizer, batches(20))
+    fit(optimizer, batches(20))
     hand = train_by_hand(
         mlp(), lambda network: sgd(network, lr=0.05 if network is companion else 0.1), batches(20), companion
     )
@@ -90,7 +90,7 @@ def test_layers_that_draw_from_a_generator_of_their_own():
 
     model = Noisy()
     optimizer = wrap(model)
-    train(model, optimizer, batches(4))
+    fit(optimizer, batches(4))
     assert len(model.drawn) == 4
     assert_same(model.drawn, optimizer.companion.drawn)
 
@@ -125,7 +125,7 @@ def test_companion_of_another_output_shape():
     before = copy.deepcopy(model.state_dict())
     message = r"logits of shape \(16, 6\) where the model gives \(16, 5\).*build the base optimizer and wrap it again"
     with pytest.raises(ValueError, match=message):
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
     assert_same(model.state_dict(), before)
 
 
@@ -138,21 +138,21 @@ def test_weights_loaded_in_mid_run_are_warned_of_once_and_the_companion_can_star
     model, expected = mlp(), mlp()
     optimizer = wrap(model)
     best = copy.deepcopy(model.state_dict())
-    train(model, optimizer, DATA)
+    fit(optimizer, DATA)
     model.load_state_dict(best)
     with pytest.warns(UserWarning, match=LOADED) as caught:
-        train(model, optimizer, DATA[:1])
+        fit(optimizer, DATA[:1])
     model.load_state_dict(best)
-    train(model, optimizer, DATA[:1])
+    fit(optimizer, DATA[:1])
     assert len(caught) == 1
 
     F.cross_entropy(model(DATA[2][0]), DATA[2][1]).backward()  # what it has learned from an unfinished step goes too
     model.load_state_dict(best)
     optimizer.base.load_state_dict(sgd(model).state_dict())
     optimizer.reset_companion()
-    train(model, optimizer, DATA)
+    fit(optimizer, DATA)
     other = wrap(expected)
-    train(expected, other, DATA)
+    fit(other, DATA)
     assert_same(model, expected)
     assert_same(optimizer.companion, other.companion)
     assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())

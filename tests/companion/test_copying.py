@@ -16,6 +16,7 @@ from tests.helpers import (
     assert_same_networks,
     batches,
     dropout_net,
+    fit,
     mlp,
     one,
     sgd,
@@ -38,10 +39,9 @@ def test_tied_weights_stay_tied():
         def forward(self, x):
             return self.second(torch.tanh(self.first(x)))
 
-    model = Tied().double()
-    optimizer = wrap(model)
+    optimizer = wrap(Tied().double())
     assert optimizer.companion.first.weight is optimizer.companion.second.weight
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
@@ -50,9 +50,9 @@ def test_model_that_cannot_be_copied():
     model.uncopyable = (i for i in range(3))
     uncopied = wrap(model)
     with pytest.raises(RuntimeError, match=r"could not be made as a copy.*pass it as companion="):
-        train(model, uncopied, batches(1))
+        fit(uncopied, batches(1))
     optimizer = wrap(model, companion=nn.Linear(FEATURES, CLASSES).double())
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
 
 
 # ---- what a script does between wrapping and the first forward pass --------------------------------------------------
@@ -111,7 +111,7 @@ def run(change, wrapped_first):
     else:
         change(model, base)
         optimizer = wrap(model, base)
-    train(model, optimizer, [(x.to(model[0].bias.dtype), y) for x, y in DATA])
+    fit(optimizer, [(x.to(model[0].bias.dtype), y) for x, y in DATA])
     assert optimizer.logs()["penalty"] > 0
     return model, optimizer
 
@@ -128,7 +128,7 @@ def test_the_copy_is_made_earlier_where_it_is_asked_for(how):
     optimizer = wrap(model)
     if how == "state":
         trained = wrap(mlp(seed=2))
-        train(trained.model, trained, DATA)
+        fit(trained, DATA)
         optimizer.load_state_dict(trained.state_dict())
         expected = copy.deepcopy(trained.companion)
     else:
@@ -152,7 +152,7 @@ def test_a_first_forward_with_other_parameters_names_the_fix_which_works():
         loss_of(model)
     assert_same(optimizer.companion, model)
     loss_of(model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.logs()["penalty"] > 0
 
 
@@ -188,13 +188,13 @@ def test_a_state_that_was_saved_before_the_first_forward_resumes_exactly():
     model = mlp()
     optimizer = wrap(model)
     weights, state = through_a_file((model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, DATA)
+    fit(optimizer, DATA)
     again = mlp(seed=8)
     other = wrap(again)
-    train(again, other, DATA[:1])  # it has a companion by now
+    fit(other, DATA[:1])  # it has a companion by now
     again.load_state_dict(weights)
     other.load_state_dict(state)
-    train(again, other, DATA)
+    fit(other, DATA)
     assert_same(again, model)
     assert_same(other.companion, optimizer.companion)
 
@@ -317,8 +317,8 @@ def test_a_companion_of_the_scripts_own_works_where_a_copy_is_refused():
     hold_it_in_a_function(model)
     hold_it_in_a_function(companion)
     optimizer, other = wrap(model, companion=companion), wrap(expected)
-    train(model, optimizer, DATA)
-    train(expected, other, DATA)
+    fit(optimizer, DATA)
+    fit(other, DATA)
     assert_same(model, expected)
     assert_same(companion, other.companion)
 
@@ -358,7 +358,7 @@ def test_a_first_prediction_that_is_not_the_models_is_warned_of_once():
     with pytest.warns(UserWarning, match=NOT_EQUAL) as caught:
         model(DATA[0][0])
     assert linecache.getline(caught[0].filename, caught[0].lineno).strip() == "model(DATA[0][0])"
-    train(model, optimizer, DATA)
+    fit(optimizer, DATA)
     assert len(caught) == 1
 
 
@@ -372,4 +372,4 @@ def test_a_copy_that_was_made_before_the_models_weights_is_warned_of():
     with pytest.warns(UserWarning, match=NOT_EQUAL):
         model(DATA[0][0])
     optimizer.reset_companion()
-    train(model, optimizer, DATA)
+    fit(optimizer, DATA)

@@ -26,6 +26,7 @@ from tests.helpers import (
     batch_norm_net,
     batches,
     dropout_net,
+    fit,
     huber,
     mlp,
     on_two_ranks,
@@ -84,7 +85,7 @@ def test_a_new_copy_gets_a_part_of_the_first_batch_too():
     optimizer = wrap(model, companion_fraction=0.5, distance="squared")
     companion = copy.deepcopy(hand)
     base, second = sgd(hand), sgd(companion)
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     draw = DrawnRows(0.5)
     for x, y in batches(3):
         rows = draw(len(x))
@@ -201,7 +202,7 @@ def test_all_rows_are_no_part():
     for fraction in (1.0, 0.999):
         torch.manual_seed(3)
         optimizer = wrap(dropout_net(), companion_fraction=fraction)
-        train(optimizer.model, optimizer, batches(5))
+        fit(optimizer, batches(5))
         found.append((optimizer.model.state_dict(), optimizer.companion.state_dict()))
     assert_same(*found)
 
@@ -364,7 +365,7 @@ def test_trying_leaves_no_trace():
         network[1].training = False
     optimizer = wrap(model, companion=companion, companion_fraction=0.25)
     before = copy.deepcopy(companion[1].state_dict())
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     assert [layer.training for layer in companion.modules()] == [True, True, False, True]
     assert_same(companion[1].running_mean, before["running_mean"])
 

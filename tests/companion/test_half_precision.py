@@ -10,7 +10,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, sgd, through_a_file, train, two_processes, wrap
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    batches,
+    fit,
+    mlp,
+    sgd,
+    through_a_file,
+    two_processes,
+    wrap,
+)
 from tests.reference import train as train_by
 
 HALF = torch.bfloat16
@@ -80,7 +91,7 @@ def test_parameters_in_float32_are_stepped_themselves_and_those_in_half_precisio
     optimizer = wrap(model, torch.optim.SGD(groups, lr=0.1))
     body, head = optimizer.companion
     before = weights_of(optimizer)
-    train(model, optimizer, half_batches(3))
+    fit(optimizer, half_batches(3))
     assert [id(weight) for weight in before] == [id(weight) for weight in weights_of(optimizer)]
     are_own = [weight is own for weight, own in zip(before, [*head.parameters(), *body.parameters()], strict=True)]
     assert are_own == [True, True, False, False]
@@ -95,7 +106,7 @@ def test_rows_of_an_embedding_without_a_gradient_are_left():
     companion[0].weight.data += 1.0
     optimizer = wrap(model, companion=companion, alpha=0.0)
     before = copy.deepcopy(optimizer.companion[0].weight.detach())
-    train(model, optimizer, [(torch.tensor([[1, 2], [1, 4]]), torch.tensor([0, 1]))])
+    fit(optimizer, [(torch.tensor([[1, 2], [1, 4]]), torch.tensor([0, 1]))])
     changed = (optimizer.companion[0].weight != before).any(1)
     assert changed.tolist() == [row in (1, 2, 4) for row in range(10)]
 
@@ -104,10 +115,10 @@ def test_weights_of_frozen_layers_stay_also_where_ranks_fill_gradients():
     """With the momentum of earlier steps."""
     with two_processes():
         optimizer = narrow(process_group=dist.group.WORLD)
-        train(optimizer.model, optimizer, half_batches(4))
+        fit(optimizer, half_batches(4))
         optimizer.model[0].requires_grad_(False)
         before = copy.deepcopy(weights_of(optimizer))
-        train(optimizer.model, optimizer, half_batches(4, seed=9))
+        fit(optimizer, half_batches(4, seed=9))
         changed = [not torch.equal(weight, then) for weight, then in zip(weights_of(optimizer), before, strict=True)]
         assert changed == [False, False, True, True]
 
@@ -131,7 +142,7 @@ def assign(companion, source):
 
 def step(optimizer):
     optimizer.param_groups[0]["lr"] = 0.0
-    train(optimizer.model, optimizer, half_batches(1))
+    fit(optimizer, half_batches(1))
     return optimizer
 
 
@@ -146,7 +157,7 @@ def resume(optimizer):
 @pytest.mark.parametrize("write", [load, write_in_place, assign])
 def test_what_a_script_writes_into_the_network_stays(write, after, steps):
     optimizer, other = narrow(companion=mlp(3, dtype=HALF)), mlp(7, dtype=HALF)
-    train(optimizer.model, optimizer, half_batches(steps))
+    fit(optimizer, half_batches(steps))
     write(optimizer.companion, other)
     found = after(optimizer)
     assert_same(list(found.companion.parameters()), list(other.parameters()))
@@ -192,14 +203,14 @@ def pickled(optimizer, base):
 @pytest.mark.parametrize("again", [resumed, copied, pickled])
 def test_a_run_goes_on_bit_for_bit(again, base):
     whole = build(base)
-    train(whole.model, whole, half_batches(8))
+    fit(whole, half_batches(8))
     state = whole.state_dict()["dcl_optim.DCLOptimizer"]["forecaster"]
     assert {tensor.dtype for tensor in state["model"].values()} == {torch.float32}
     moments = [tensor for one in state["optimizer"]["state"].values() for tensor in one.values()]
     assert {tensor.dtype for tensor in moments} == {torch.float32}
     other = again(whole, base)
     for each in (whole, other):
-        train(each.model, each, half_batches(8, seed=5))
+        fit(each, half_batches(8, seed=5))
     assert_rounded(other)
     assert_same_state(whole, other)
 
@@ -212,7 +223,7 @@ def test_the_state_of_the_companions_optimizer_is_not_rounded_when_it_is_loaded(
         model = mlp(seed=seed, dtype=torch.bfloat16)
         optimizers.append(wrap(model, kind(model.parameters(), lr=0.01)))
     first, second = optimizers
-    train(first.model, first, batches(5, dtype=torch.bfloat16))
+    fit(first, batches(5, dtype=torch.bfloat16))
     saved = copy.deepcopy(first.state_dict())
     second.load_state_dict(saved)
     assert_same(first.companion_optimizer.state_dict(), second.companion_optimizer.state_dict())

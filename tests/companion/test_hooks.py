@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train, wrap
+from tests.helpers import CLASSES, assert_same, batches, fit, mlp, sgd, train, wrap
 
 
 class Recorder:
@@ -83,9 +83,9 @@ def test_hooks_of_the_models_own_classes_are_the_copys_over_its_own():
     model = mlp()
     model[2] = Scaled().double()
     optimizer = wrap(model)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["penalty"] == 0
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     assert optimizer.logs()["penalty"] > 0
     assert optimizer.companion[2].factor != 1
 
@@ -100,10 +100,10 @@ def test_a_hook_that_changes_the_network_is_registered_on_the_companion_too():
         optimizer = wrap(model)
         if registers:
             optimizer.companion[1].register_forward_hook(scaled)
-            train(model, optimizer, batches(1))
+            fit(optimizer, batches(1))
         else:
             with pytest.warns(UserWarning, match=r"hooks of the model that are not copied.*optimizer\.companion too"):
-                train(model, optimizer, batches(1))
+                fit(optimizer, batches(1))
         assert (optimizer.logs()["penalty"] == 0) == registers
 
 
@@ -132,9 +132,9 @@ def test_hooks_of_libraries_are_copied(register):
     register(model)
     optimizer = wrap(model)
     assert not optimizer.companion[0]._forward_hooks
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["penalty"] == 0
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.logs()["penalty"] > 0
 
 
@@ -165,5 +165,5 @@ def test_the_companion_gets_the_inputs_that_the_models_pre_hooks_have_made(chang
     assert not optimizer.companion._forward_pre_hooks  # the copy is made now
     if order == "after":
         change(model)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["penalty"] == 0

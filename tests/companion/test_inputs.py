@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dcl_optim import distances
 from tests import reference
-from tests.helpers import FEATURES, assert_same, batches, mlp, one, sgd, train, wrap
+from tests.helpers import FEATURES, assert_same, batches, fit, mlp, one, sgd, wrap
 from tests.reference import train_by_hand
 
 DATA = list(batches(5))
@@ -95,7 +95,7 @@ def test_of_what_is_not_looked_into_there_is_a_shallow_copy(pack):
     theirs = optimizer.companion.seen[0]
     assert theirs[0] is not given
     assert first_of(theirs) is first_of([given])
-    train(model, optimizer, [([pack(x)], y) for x, y in DATA])
+    fit(optimizer, [([pack(x)], y) for x, y in DATA])
     hand = train_by_hand(mlp(), sgd, DATA)
     assert_same((model.net, optimizer.companion.net), hand, rtol=1e-10, atol=1e-12)
 
@@ -215,11 +215,11 @@ CHANGES = {
 def test_inputs_that_the_forward_edits_in_place_are_the_companions_as_the_model_got_them(change, from_step):
     model, expected = Centered(CHANGES[change], from_step), mlp()
     optimizer, other = wrap(model), wrap(expected)
-    train(model, optimizer, [(x.clone(), y) for x, y in DATA])
+    fit(optimizer, [(x.clone(), y) for x, y in DATA])
     edited = [(x.clone(), y) for x, y in DATA]
     for x, _ in edited[from_step:]:
         CHANGES[change](x)
-    train(expected, other, edited)
+    fit(other, edited)
     assert_same(model.net, expected)
     assert_same(optimizer.companion.net, other.companion)
 

@@ -17,6 +17,7 @@ from tests.helpers import (
     assert_same_networks,
     batch_norm_net,
     batches,
+    fit,
     mlp,
     one,
     sgd,
@@ -41,12 +42,12 @@ def unfrozen(by_hand):
     model = mlp()
     model[0].requires_grad_(False)
     optimizer = wrap(model)
-    train(model, optimizer, DATA[:2])
+    fit(optimizer, DATA[:2])
     model[0].requires_grad_(True)
     if by_hand:
         optimizer.reset_companion()
     with nullcontext([]) if by_hand else pytest.warns(UserWarning, match=AGAIN) as caught:
-        train(model, optimizer, DATA[2:])
+        fit(optimizer, DATA[2:])
     assert len(caught) == (not by_hand)
     return optimizer
 
@@ -79,7 +80,7 @@ def test_layers_that_are_frozen_in_turn_keep_their_companion():
     model, hand = mlp(), mlp()
     companion = copy.deepcopy(hand)
     optimizer, base, second = wrap(model), sgd(hand), sgd(companion)
-    train(model, optimizer, DATA[:1])
+    fit(optimizer, DATA[:1])
     dcl_step(hand, companion, base, second, *DATA[0], F.cross_entropy, mse)
     for step, (x, y) in enumerate(batches(12, seed=4)):
         frozen = step // 2 % 2 * 2
@@ -87,7 +88,7 @@ def test_layers_that_are_frozen_in_turn_keep_their_companion():
             network.requires_grad_(True)
             network[frozen].requires_grad_(False)
         before = copy.deepcopy(optimizer.companion[frozen])
-        train(model, optimizer, [(x, y)])
+        fit(optimizer, [(x, y)])
         assert_same(optimizer.companion[frozen], before)
         dcl_step(hand, companion, base, second, x, y, F.cross_entropy, mse)
         assert optimizer.logs()["penalty"] > 0
@@ -99,13 +100,13 @@ def test_modes_are_mirrored_module_by_module():
     model = batch_norm_net()
     optimizer = wrap(model)
     model[1].eval()  # the frozen batch norm of fine-tuning scripts
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.companion[0].training
     assert not optimizer.companion[1].training
     assert optimizer.companion[1].num_batches_tracked == 0
     model[1].train()
     optimizer.companion.eval()
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.companion[1].num_batches_tracked == 2
 
 
@@ -129,7 +130,7 @@ def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name, dty
     model, hand, start = MODELS[name](), MODELS[name](), MODELS[name]()
     optimizer = wrap(model, companion=Elsewhere(copy.deepcopy(model).to(dtype)))
     companion = Elsewhere(Rounded(copy.deepcopy(hand), dtype))
-    train(model, optimizer, batches(20))
+    fit(optimizer, batches(20))
     train_by_hand(hand, sgd, batches(20), companion)
     assert_same(model, hand, rtol=1e-3, atol=1e-4)
     weights = nn.ParameterList(optimizer.companion_optimizer.param_groups[0]["params"])
@@ -145,7 +146,7 @@ def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does()
     model[0].requires_grad_(False)
     sharing = nn.Sequential(model[0], nn.Tanh(), nn.Linear(12, CLASSES).double())
     optimizer = wrap(model, companion=sharing)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.companion[0] is model[0]
 
     model = mlp()
@@ -164,10 +165,10 @@ def test_a_given_companion_that_shares_what_is_unfrozen_is_refused():
     model = mlp()
     model[0].requires_grad_(False)
     optimizer = wrap(model, companion=nn.Sequential(model[0], nn.Tanh(), nn.Linear(12, CLASSES).double()))
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     model[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"companion would train the model's '0.weight', which is not its own"):
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
 
 
 # ---- what the base does not train is shared --------------------------------------------------------------------------
@@ -182,7 +183,7 @@ def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen):
     alone = copy.deepcopy(model)
     base = torch.optim.SGD(alone[2].parameters(), lr=0.1)
     for batch in DATA:
-        train(model, optimizer, [batch])
+        fit(optimizer, [batch])
         train(alone, base, [batch])
         for network in (model, alone):
             network[0].weight.data.mul_(0.9)  # a teacher that the script moves
@@ -302,7 +303,7 @@ def test_a_given_companion_begins_without_the_gradients_of_the_script():
         if has_gradients:
             F.cross_entropy(companion(one()[0]), one()[1]).backward()
         optimizer = wrap(model, companion=companion)
-        train(model, optimizer, DATA)
+        fit(optimizer, DATA)
         found.append(optimizer)
     assert_same_networks(*found)
 
@@ -344,7 +345,7 @@ def test_a_list_that_the_script_empties_is_empty_for_the_companion_too():
         model = Keeping(reads)
         optimizer = wrap(model)
         for batch in DATA:
-            train(model, optimizer, [batch])
+            fit(optimizer, [batch])
             model.kept.clear()
         found.append(optimizer.companion)
     assert_same(*found)
@@ -360,5 +361,5 @@ def test_a_model_whose_parameters_are_another_list_trains():
     model = Listed(FEATURES, CLASSES).double()
     model.bias.requires_grad_(False)
     optimizer = wrap(model)
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     assert optimizer.logs()["penalty"] > 0

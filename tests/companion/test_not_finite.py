@@ -10,7 +10,7 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.pytorch.synchronization import SYNC_INTERVAL
-from tests.helpers import assert_same, backward, batches, mlp, train
+from tests.helpers import assert_same, backward, batches, fit, mlp, train
 
 NAN, INF = float("nan"), float("inf")
 COPIED = "weights are not finite.*it is copied from the model again"
@@ -49,15 +49,15 @@ def test_a_companion_that_is_not_finite_is_copied_again_in_the_next_step_that_as
     model = mlp()
     optimizer = wrap(model, base)
     data = list(batches(10))
-    train(model, optimizer, data[:5])
+    fit(optimizer, data[:5])
     lose(optimizer)
-    train(model, optimizer, data[5:7])
+    fit(optimizer, data[5:7])
     assert not is_finite(optimizer.companion)
     assert is_finite(model)
     with pytest.warns(UserWarning, match=COPIED):
-        train(model, optimizer, data[7:8])
+        fit(optimizer, data[7:8])
     assert_same(optimizer.companion, model)
-    train(model, optimizer, data[8:])
+    fit(optimizer, data[8:])
     assert is_finite(optimizer.companion)
     assert 0 < optimizer.logs()["penalty"] < INF
 
@@ -68,14 +68,14 @@ def test_steps_until_then_are_without_its_penalty(distance):
     model, plain = mlp(), mlp()
     optimizer = wrap(model, distance=distance)
     *data, third, fourth = batches(4)
-    train(model, optimizer, data)
+    fit(optimizer, data)
     theirs = torch.optim.AdamW(plain.parameters())
     plain.load_state_dict(model.state_dict())
     theirs.load_state_dict(copy.deepcopy(optimizer.base.state_dict()))
     optimizer.companion[2].bias.data.fill_(NAN)  # no entry of its logits is finite
-    train(model, optimizer, [third])
+    fit(optimizer, [third])
     with pytest.warns(UserWarning, match=COPIED):
-        train(model, optimizer, [fourth])
+        fit(optimizer, [fourth])
     train(plain, theirs, [third, fourth])
     assert_same(model, plain)
 
@@ -85,7 +85,7 @@ def test_a_companion_of_the_scripts_own_is_left_to_the_script():
     optimizer = wrap(model, companion=companion)
     spoil_a_weight(optimizer)
     with pytest.warns(UserWarning, match="load weights into it"):
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
     assert optimizer.companion is companion
     assert is_finite(model)
 
@@ -95,12 +95,12 @@ def test_on_a_gpu_it_is_found_once_in_a_hundred_steps():
     model = mlp(dtype=torch.float32).cuda()
     optimizer = wrap(model)
     data = [(x.cuda(), y.cuda()) for x, y in batches(SYNC_INTERVAL + 1, dtype=torch.float32)]
-    train(model, optimizer, data[:65])
+    fit(optimizer, data[:65])
     spoil_a_weight(optimizer)
-    train(model, optimizer, data[65 : SYNC_INTERVAL - 1])
+    fit(optimizer, data[65 : SYNC_INTERVAL - 1])
     assert is_finite(model)
     with pytest.warns(UserWarning, match=COPIED):
-        train(model, optimizer, data[SYNC_INTERVAL - 1 :])
+        fit(optimizer, data[SYNC_INTERVAL - 1 :])
     assert is_finite(optimizer.companion)
 
 
@@ -119,7 +119,7 @@ def one_rank_meets_it(rank, step):
     model = nn.parallel.DistributedDataParallel(mlp())
     optimizer = wrap(model)
     data = list(batches(10))
-    train(model, optimizer, data[rank : rank + step - 1])
+    fit(optimizer, data[rank : rank + step - 1])
     before = copy.deepcopy(optimizer.companion)
     x, y = data[8]
     if rank == 0:
@@ -132,7 +132,7 @@ def one_rank_meets_it(rank, step):
             parameter.grad.zero_()  # as a script that cleans its gradients and steps all the same
         optimizer.step()
     assert not torch.equal(optimizer.companion[0].weight, before[0].weight)  # the other rank's batch was learned from
-    train(model, optimizer, data[rank : rank + 2])
+    fit(optimizer, data[rank : rank + 2])
     assert is_finite(model)
     assert is_finite(optimizer.companion)
     return [parameter.detach() for parameter in optimizer.companion.parameters()]

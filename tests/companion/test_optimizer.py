@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim.distances import mse
-from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, mlp, sgd, train, wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, fit, mlp, sgd, train, wrap
 
 # ---- how it is built -------------------------------------------------------------------------------------------------
 
@@ -23,10 +23,10 @@ def test_groups_that_are_removed_or_change_places_have_their_own_options_in_a_ne
     model[0].requires_grad_(not frozen)
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "lr": 0.01}]
     optimizer = wrap(model, torch.optim.SGD(groups))
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     change(optimizer.param_groups)
     with pytest.warns(UserWarning, match="copied from the model again"):
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
     mirrored = optimizer.companion_optimizer.param_groups
     assert [group["lr"] for group in mirrored] == [group["lr"] for group in optimizer.param_groups]
     trained = {id(p) for p in optimizer.companion[2].parameters()}
@@ -34,11 +34,10 @@ def test_groups_that_are_removed_or_change_places_have_their_own_options_in_a_ne
 
 
 def test_companion_optimizer_of_its_own():
-    model = mlp()
-    optimizer = wrap(model, companion_optimizer=partial(torch.optim.AdamW, lr=0.02))
+    optimizer = wrap(mlp(), companion_optimizer=partial(torch.optim.AdamW, lr=0.02))
     assert isinstance(optimizer.companion_optimizer, torch.optim.AdamW)
     optimizer.param_groups[0]["lr"] = 0.7
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.02
 
 
@@ -64,10 +63,10 @@ def test_a_base_that_asserts_its_keys_under_a_scheduler_has_a_companion():
     optimizer = wrap(model, Muon(groups))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=9, cycle_momentum=False)
     for batch in batches(5):
-        train(model, optimizer, [batch])
+        fit(optimizer, [batch])
         scheduler.step()
     torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     theirs, ours = (one.param_groups for one in (optimizer, optimizer.companion_optimizer))
     of_schedulers = {"initial_lr", "max_lr", "min_lr", "swa_lr"}
     for group, mirrored in zip(theirs, ours, strict=True):
@@ -139,7 +138,7 @@ def test_the_optimizers_that_a_base_holds_follow_its_schedule_in_the_companion_t
         assert type(optimizer.companion_optimizer) is type(base)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
         for batch in batches(10):
-            train(model, optimizer, [batch])
+            fit(optimizer, [batch])
             scheduler.step()
         runs.append((model, optimizer.companion))
     assert_same(runs[0][0], runs[1][0])
@@ -180,8 +179,8 @@ def test_a_base_is_copied_whatever_its_constructor_takes():
     model, expected = mlp(), mlp()
     optimizer = wrap(model, NeedsMore(model.parameters(), extra=1))
     other = wrap(expected)
-    train(model, optimizer, batches(5))
-    train(expected, other, batches(5))
+    fit(optimizer, batches(5))
+    fit(other, batches(5))
     assert type(optimizer.companion_optimizer) is NeedsMore
     assert_same(model, expected)
     assert_same(optimizer.companion, other.companion)
@@ -201,7 +200,7 @@ def test_the_copy_of_a_base_that_has_stepped_starts_without_its_state_and_shares
     optimizer = wrap(model, base)
     assert not optimizer.companion_optimizer.state
     assert_same(base.state_dict(), before)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     for theirs, ours in zip(model.parameters(), optimizer.companion.parameters(), strict=True):
         assert float(base.state[theirs]["step"]) == 5
         assert float(optimizer.companion_optimizer.state[ours]["step"]) == 1  # the first gradient is zero
@@ -224,9 +223,9 @@ class StateFromTheStart(torch.optim.SGD):
 def test_a_state_of_the_constructor_which_a_copy_lacks_is_an_error_with_a_note_in_its_first_step():
     model = mlp()
     optimizer = wrap(model, StateFromTheStart(model.parameters()))
-    train(model, optimizer, batches(1))  # the first gradient is zero
+    fit(optimizer, batches(1))  # the first gradient is zero
     with pytest.raises(KeyError, match="mean") as caught:
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
     if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
         assert "the companion's optimizer: pass companion_optimizer=" in caught.value.__notes__[0]
 
@@ -237,7 +236,7 @@ def test_an_optimizer_of_sparse_gradients_that_has_stepped_is_no_such_one():
     data = [(torch.arange(FEATURES), torch.arange(FEATURES) % CLASSES)] * 3
     train(model, base, data)
     optimizer = wrap(model, base)
-    train(model, optimizer, data)
+    fit(optimizer, data)
     state = optimizer.companion_optimizer.state[optimizer.companion.weight]
     assert float(state["step"]) == 2  # the first gradient is zero
 
@@ -313,14 +312,14 @@ def test_what_an_optimizer_counts_in_its_groups_is_its_own_and_what_the_script_s
             else:
                 ours["lr"] = 0.04
             ours["momentum"] = 0.5
-        train(model, optimizer, [batch])
+        fit(optimizer, [batch])
         counted = (ours["count"], theirs["count"], float(ours["total"]), float(theirs["total"]))
         assert counted == (steps, steps - 1, steps, steps - 1)  # a copy's first gradient is zero
         assert float(theirs["lr"]) == pytest.approx(0.02 if steps >= 3 else 0.05)
         assert theirs["momentum"] == (0.5 if steps >= 3 else 0.9)
     state = optimizer.state_dict()
     optimizer.load_state_dict(state)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert (optimizer.companion_optimizer.param_groups[0]["count"], optimizer.param_groups[0]["count"]) == (4, 5)
 
 
@@ -341,8 +340,7 @@ def test_the_companions_optimizer_begins_with_the_first_gradient_that_is_not_zer
     model, hand = mlp(), mlp()
     companion = copy.deepcopy(hand)
     make = partial(DividesByTheFirst, lr=0.01)
-    base = make(model.parameters())
-    optimizer = wrap(model, base, alpha=0.6, companion_optimizer=None if way == "copied" else make)
+    optimizer = wrap(model, make(model.parameters()), alpha=0.6, companion_optimizer=None if way == "copied" else make)
     optimizers = [make(hand.parameters()), make(companion.parameters())]
     for number, (x, y) in enumerate(batches(still + 6)):
         rate = 0.0 if number < still else 0.01
@@ -356,7 +354,7 @@ def test_the_companions_optimizer_begins_with_the_first_gradient_that_is_not_zer
         mse(c, c.detach() + 0.4 * (z - c).detach()).mean().backward()
         if number > still:
             optimizers[1].step()
-        train(model, optimizer, [(x, y)])
+        fit(optimizer, [(x, y)])
     assert_same(model, hand, atol=1e-12)
     assert_same(optimizer.companion, companion, atol=1e-12)
     assert (optimizer.companion[0].weight - mlp()[0].weight).abs().max() < 0.1
@@ -389,7 +387,7 @@ def test_the_optimizers_mode_is_the_companions_from_its_start():
         model = mlp()
         optimizer = wrap(model, SGDScheduleFree(model.parameters(), lr=0.1), companion=companion)
         optimizer.train()
-        train(model, optimizer, batches(5))
+        fit(optimizer, batches(5))
         optimizer.eval()
         found.append((model, optimizer.companion))
     assert_same(found[0][0], found[1][0])
@@ -433,16 +431,16 @@ def test_an_error_in_the_companions_step_has_a_note_with_the_fix_and_the_next_st
     for fails in (True, False):
         model = mlp()
         optimizer = wrap(model, FailsOnce(model.parameters(), lr=0.1))
-        train(model, optimizer, batches(3))
+        fit(optimizer, batches(3))
         before = copy.deepcopy(optimizer.companion.state_dict())
         optimizer.companion_optimizer.fails = fails
         with pytest.raises(ZeroDivisionError, match="no step today") if fails else nullcontext() as caught:
-            train(model, optimizer, batches(1, seed=8))
+            fit(optimizer, batches(1, seed=8))
         if fails and hasattr(caught.value, "__notes__"):  # from Python 3.11 on
             assert "the companion's optimizer: pass companion_optimizer=" in caught.value.__notes__[0]
         if not fails:  # the companion's step of that batch is all that the other run lacks
             optimizer.companion.load_state_dict(before)
-        train(model, optimizer, batches(3, seed=9))
+        fit(optimizer, batches(3, seed=9))
         optimizers.append(optimizer)
     failed, calm = optimizers
     assert_same(failed.model, calm.model)
@@ -451,11 +449,10 @@ def test_an_error_in_the_companions_step_has_a_note_with_the_fix_and_the_next_st
 
 def test_the_companion_follows_a_learning_rate_that_becomes_a_tensor():
     """As when a checkpoint of a plain run with such a learning rate is loaded into the base."""
-    model = mlp()
-    optimizer = wrap(model, companion_lr_scale=0.5)
-    train(model, optimizer, batches(1))
+    optimizer = wrap(mlp(), companion_lr_scale=0.5)
+    fit(optimizer, batches(1))
     optimizer.param_groups[0]["lr"] = torch.tensor(0.04)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     optimizer.param_groups[0]["lr"].fill_(0.08)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert float(optimizer.companion_optimizer.param_groups[0]["lr"]) == pytest.approx(0.04)

@@ -10,7 +10,7 @@ from torch import nn
 
 from dcl_optim import DCPOptimizer
 from dcl_optim.pytorch import synchronization
-from tests.helpers import train
+from tests.helpers import fit
 
 CLASSES, FEATURES = 12, 5
 
@@ -109,7 +109,7 @@ def test_other_first_batches_are_not_and_no_later_one_is(first, options, by_term
     """What came before a resumed run is not known: a single batch would decide."""
     model = network()
     before = wrap(model)
-    train(model, before, batches(5))
+    fit(before, batches(5))
     optimizer = wrap(model, **options)
     (x, y), _ = batches(2, CLASSES + 1)
     if first is None:
@@ -127,7 +127,7 @@ def test_fewer_than_eight_rows_are_never_taken_for_scores():
     """They lie in the order of their labels by chance."""
     model = nn.Linear(FEATURES, 7)
     optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    train(model, optimizer, [(torch.randn(7, FEATURES), torch.arange(7))])
+    fit(optimizer, [(torch.randn(7, FEATURES), torch.arange(7))])
     assert optimizer.logs()["step"] == 1
 
 
@@ -135,7 +135,7 @@ def test_a_state_from_before_the_first_batch_looks_at_the_first_one():
     model = network()
     again = wrap(model)
     before = copy.deepcopy(again.state_dict())
-    train(model, again, batches(3))
+    fit(again, batches(3))
     again.load_state_dict(before)
     z = model(torch.randn(CLASSES, FEATURES).double())
     with pytest.raises(ValueError, match="in-batch negatives"):

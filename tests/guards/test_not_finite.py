@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers import batches, mlp, train
+from tests.helpers import batches, fit, mlp
 from tests.reference import EACH, EACH_WAY, term_of, wrap
 
 
@@ -17,5 +17,5 @@ def test_it_is_said_once(variant, way):
         return next(factors) * (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y))
 
     with pytest.warns(UserWarning, match=r"non-finite logits or loss(?s:.*)penalty\(z\[keep\], y\[keep\]\)") as caught:
-        train(optimizer.model, optimizer, batches(4), loss)
+        fit(optimizer, batches(4), loss)
     assert len(caught) == 1

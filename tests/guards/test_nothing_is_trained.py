@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import backward, batches, mlp, one, sgd, train
+from tests.helpers import backward, batches, fit, mlp, one, sgd, train
 from tests.reference import EACH, term_of, wrap
 
 
@@ -34,7 +34,7 @@ def test_a_model_that_goes_on_without_its_wrapper_is_right(variant, after):
     model = mlp()
     optimizer = wrap(variant, model)
     if after == "a step":
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
     elif after == "detach":
         optimizer.detach()
     elif after == "a copy":

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import batches, mlp, sgd, train
+from tests.helpers import batches, fit, mlp, sgd, train
 from tests.reference import wrap
 
 WRAPPERS = [DCLOptimizer, DCPOptimizer]
@@ -16,7 +16,7 @@ def test_a_softmax_layer_before_cross_entropy_is_said_once(wrapper):
     model = mlp().append(nn.Softmax(1))
     optimizer = wrapper(sgd(model), model)
     with pytest.warns(UserWarning, match=r"probabilities.*softmax.*\n  Fix: .*See docs/troubleshooting\.md") as caught:
-        train(model, optimizer, batches(3))
+        fit(optimizer, batches(3))
     assert len(caught) == 1
 
 
@@ -29,10 +29,9 @@ def test_other_layers_before_it_are_not(wrapper, last):
 
 def test_probabilities_in_the_term_of_dcl_are_said_once():
     """DCL takes any output, so they are no error."""
-    model = mlp().append(nn.Softmax(1))
-    optimizer = wrap("dcl", model)
+    optimizer = wrap("dcl", mlp().append(nn.Softmax(1)))
     with pytest.warns(UserWarning, match=r"logits has rows that are probabilities.*hardly any effect") as caught:
-        train(model, optimizer, batches(3), lambda z, y: z.square().mean() + optimizer.penalty(z))
+        fit(optimizer, batches(3), lambda z, y: z.square().mean() + optimizer.penalty(z))
     assert len(caught) == 1
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from pytorch_optimizer.base.exception import NoClosureError
 
-from tests.helpers import assert_same, batches, cells, mlp, sgd, through_a_file, train, wrap
+from tests.helpers import assert_same, batches, cells, fit, mlp, sgd, through_a_file, train, wrap
 from tests.reference import train_by_hand
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
@@ -121,7 +121,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name):
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"])
-    train(resumed, second, data[8:])
+    fit(second, data[8:])
     assert_same(model, resumed)
     assert_same(optimizer.companion, second.companion)
     assert is_moved(second.companion)
@@ -134,7 +134,7 @@ def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companio
     second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
     optimizer = wrap(model, build(name, model), companion_optimizer=second, weight=0.0)
     train(plain, build(name, plain), batches(25))
-    train(model, optimizer, batches(25))
+    fit(optimizer, batches(25))
     assert_same(plain, model)
     assert is_moved(optimizer.companion)
 
@@ -142,7 +142,7 @@ def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companio
 def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_from_that():
     model, make = mlp(), partial(pytorch_optimizer.AdamMini, lr=0.01)
     optimizer = wrap(model, make(model), **SETTINGS)
-    train(model, optimizer, batches(14))
+    fit(optimizer, batches(14))
     hand = train_by_hand(mlp(), make, batches(14), **SETTINGS)
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
     assert is_moved(optimizer.companion)
@@ -194,7 +194,7 @@ def test_a_wrapper_of_an_optimizer_trains_both_networks(name, way):
 
     model, data = mlp(), list(batches(14))  # past the slow weights' first two updates
     optimizer = wrap(model, make(model.parameters()), weight=0.3, companion_optimizer=None if way == "copied" else make)
-    train(model, optimizer, data)
+    fit(optimizer, data)
     hand = train_by_hand(mlp(), lambda network: make(network.parameters()), data, weight=0.3)
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
 

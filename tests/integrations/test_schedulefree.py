@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, through_a_file, train
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, fit, mlp, through_a_file
 from tests.reference import assert_same_training, by_hand, dcl_step, dcp_step, train_by_closures, wrap
 
 WEIGHT = 0.4
@@ -49,7 +49,7 @@ def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name
         switch("train", base, second, optimizer)
         for x, y in part:
             dcl_step(hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
-        train(model, optimizer, part)
+        fit(optimizer, part)
         assert_same(hand, model, atol=1e-8)
         assert_same(companion, optimizer.companion, atol=1e-8)
         at_y = copy.deepcopy(optimizer.companion)
@@ -64,17 +64,17 @@ def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_b
     model, resumed, data = mlp(), mlp(seed=5), list(batches(8))
     optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT, companion_fraction=1)
     optimizer.train()
-    train(model, optimizer, data[:4])
+    fit(optimizer, data[:4])
     optimizer.eval()
     state = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     optimizer.train()
-    train(model, optimizer, data[4:])
+    fit(optimizer, data[4:])
 
     second = DCLOptimizer(make(name, resumed.parameters()), resumed, weight=WEIGHT, companion_fraction=1)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     second.train()
-    train(resumed, second, data[4:])
+    fit(second, data[4:])
     assert_same(model, resumed)
     assert_same(optimizer.companion, second.companion)
     assert_same(optimizer.companion_optimizer.state_dict(), second.companion_optimizer.state_dict())
@@ -90,7 +90,7 @@ def test_prototypes_beside_a_schedule_free_optimizer_are_as_written_out(name):
     for x, y in batches(6):
         switch("train", base, optimizer)
         dcp_step(hand, prototypes, base, x, y, F.cross_entropy, mse, numbers=numbers)
-        train(model, optimizer, [(x, y)])
+        fit(optimizer, [(x, y)])
         switch("eval", base, optimizer)
     assert_same(hand, model, atol=1e-8)
     assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), atol=1e-8)

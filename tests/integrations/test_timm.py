@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import assert_same, cells, train
+from tests.helpers import assert_same, cells, fit
 from tests.integrations.timm_models import CLASSES, MODELS, VIT, adamw, create, images
 from tests.reference import CLOSE, EACH, assert_same_training, by_hand, dcl_step, end, term_of, train_by_hand, wrap
 
@@ -35,7 +35,7 @@ def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name):
     torch.manual_seed(5)
     hand = train_by_hand(theirs, adamw, images(3), weight=WEIGHT)
     torch.manual_seed(5)
-    train(model, optimizer, images(3))
+    fit(optimizer, images(3))
     assert_same(hand, (model, optimizer.companion), atol=1e-8)
 
 
@@ -56,7 +56,7 @@ def test_timms_scheduler_drives_both_networks_through_layer_decay():
     first, other, ours = (cosine(each) for each in (base, second, optimizer))
     for update, (x, y) in enumerate(images(6), start=1):
         dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
-        train(model, optimizer, [(x, y)])
+        fit(optimizer, [(x, y)])
         for scheduler in (first, other, ours):
             scheduler.step_update(num_updates=update)
         rates = [[group["lr"] for group in each.param_groups] for each in (base, optimizer)]

@@ -10,7 +10,7 @@ from torchvision.models import segmentation, video
 
 from dcl_optim.distances import mse
 from dcl_optim.layout import to_rows
-from tests.helpers import assert_same, cells, train, wrap
+from tests.helpers import assert_same, cells, fit, wrap
 from tests.reference import train_by_hand
 
 CLASSES, WEIGHT, IGNORED = 4, 0.7, 255
@@ -57,7 +57,7 @@ def test_a_classifier_trains_as_the_algorithm_written_out(name):
     torch.manual_seed(5)
     hand = train_by_hand(theirs, lambda network: sgd(network.parameters()), batches(2, shape), weight=WEIGHT)
     torch.manual_seed(5)
-    train(model, optimizer, batches(2, shape))
+    fit(optimizer, batches(2, shape))
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
 
 

@@ -16,9 +16,9 @@ from tests.helpers import (
     batch_norm_net,
     batches,
     dropout_net,
+    fit,
     mlp,
     one,
-    train,
 )
 from tests.reference import EACH, WEIGHT, term_of, wrap
 
@@ -104,7 +104,7 @@ def test_a_model_that_is_frozen_for_now_adds_nothing_to_what_comes_through_it():
     backward(alone, expected(z), y)
     assert torch.equal(generator.weight.grad, expected.weight.grad)
     assert_same(optimizer.companion, companion)
-    train(discriminator, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["step"] == 1
 
 
@@ -136,7 +136,7 @@ def test_logits_that_were_edited_in_place_are_not_those_that_the_model_returned(
 def test_a_backward_after_detach_has_no_penalty(variant):
     model = mlp()
     optimizer = wrap(variant, model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     alone = copy.deepcopy(model)
     loss = F.cross_entropy(model(one()[0]), one()[1])
     optimizer.detach()

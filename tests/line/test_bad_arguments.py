@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd, train
+from tests.helpers import CLASSES, assert_same, batches, fit, mlp, one, sgd
 
 NAN = float("nan")
 
@@ -153,7 +153,7 @@ def test_schedules_that_leave_their_range(options, error, message):
     model = mlp()
     optimizer = DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
     data = list(batches(3))
-    train(model, optimizer, data[:2])
+    fit(optimizer, data[:2])
     before = copy.deepcopy((model.state_dict(), optimizer.companion.state_dict()))
     optimizer.zero_grad()
     loss = F.cross_entropy(model(data[2][0]), data[2][1])

@@ -12,7 +12,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.penalty.distances import DISTANCES, companion_target
 from dcl_optim.penalty.pull import pull_of, pull_towards_target
 from dcl_optim.pytorch.internals import constant
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, huber, mlp, one, sgd, train
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, huber, mlp, one, sgd
 from tests.reference import EACH, EACH_WAY, VARIANTS, learned, term_of, wrap
 
 INF, NAN = float("inf"), float("nan")
@@ -96,7 +96,7 @@ def test_a_distance_that_was_first_called_in_inference_mode_is_differentiable_la
         distances.mse(*random_rows())
     model = mlp()
     optimizer = DCPOptimizer(sgd(model), model, distance=lambda z, c: 0.5 * distances.mse(z, c))
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.logs()["penalty"] > 0
 
 
@@ -303,7 +303,7 @@ def test_a_masked_model_trains_as_one_of_its_other_classes(name, variant):
         model = Masked(masked)
         options = {"companion_lr_scale": lr_scale} if variant == "dcl" else {}
         optimizer = wrap(variant, model, weight=weight, alpha=0.4, distance=name, **options)
-        train(model, optimizer, batches(12))
+        fit(optimizer, batches(12))
         own = optimizer.companion.net.state_dict() if variant == "dcl" else optimizer.prototypes[:CLASSES, :CLASSES]
         penalty = torch.tensor(weight * optimizer.logs()["penalty"], dtype=torch.float64)
         found.append((model.net.state_dict(), own, penalty))

@@ -17,10 +17,10 @@ from tests.helpers import (
     assert_same,
     backward,
     batches,
+    fit,
     one,
     sgd,
     through_a_file,
-    train,
     training_forwards,
 )
 
@@ -49,7 +49,7 @@ def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, kin
     model = Network()
     optimizer = kind(sgd(model), model)
     x, y = one()
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     before = copy.deepcopy(optimizer.state_dict())
     first, second = replicas(model)
     for replica in (first, second):
@@ -58,7 +58,7 @@ def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, kin
     with torch.no_grad():
         assert_same(second(x), model(x))  # an evaluation is none of our business
     assert_same(optimizer.state_dict(), before)
-    train(model, optimizer, [(x, y)])
+    fit(optimizer, [(x, y)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +72,7 @@ def test_replicas_inside_the_wrapped_model_are_trained(replicas, kind):
     models = [Parallel(), Network()]
     for model in models:
         optimizer = kind(sgd(model), model, weight=1.0)
-        train(model, optimizer, batches(5))
+        fit(optimizer, batches(5))
         assert optimizer.logs()["penalty"] > 0
     assert_same(*models, rtol=1e-9, atol=1e-12)
 
@@ -119,7 +119,7 @@ def test_the_hooks_in_a_copy_of_a_wrapped_module_do_nothing_and_those_of_the_scr
     before = model.register_forward_hook(doubled)
     optimizer = DCPOptimizer(sgd(model), model)
     after = model.register_forward_hook(unchanged, always_call=True)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     forwards = training_forwards(optimizer)
     copied, x = COPIES[form](model), one()[0]
     assert_same(copied, model)
@@ -130,11 +130,11 @@ def test_the_hooks_in_a_copy_of_a_wrapped_module_do_nothing_and_those_of_the_scr
     copied.load_state_dict(copied.state_dict())
     assert repr(optimizer.logs()) == logs
     assert forwards == []
-    train(model, optimizer, batches(1, seed=2))  # the original goes on
+    fit(optimizer, batches(1, seed=2))  # the original goes on
     assert len(forwards) == 1
     again = DCPOptimizer(sgd(copied), copied, weight=1.0)
     assert sum(isinstance(hook, Hook) for hook in ours(copied)) == 2
-    train(copied, again, batches(2))
+    fit(again, batches(2))
     assert again.logs()["penalty"] > 0
     before.remove()
     after.remove()
@@ -178,13 +178,13 @@ def test_an_export_in_training_mode_is_the_models_and_no_training_forward(kind, 
     for exported in (False, True):
         model = Network()
         optimizer = kind(sgd(model), model)
-        train(model, optimizer, batches(2))
+        fit(optimizer, batches(2))
         if exported:
             x, forwards = one()[0], training_forwards(optimizer)
             alone = EXPORTS[form](model, x)
             assert forwards == []
             if alone is not None:
                 assert torch.equal(alone(x), model.body(x))
-        train(model, optimizer, batches(2, seed=2))
+        fit(optimizer, batches(2, seed=2))
         results.append((model.state_dict(), copy.deepcopy(optimizer.state_dict())))
     assert_same(*results)

@@ -23,7 +23,7 @@ from dcl_optim.loss.reader import Form, LossReader, Unread
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch import synchronization
 from tests.adversary.fitting import Training, run
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one, sgd, train, training_forwards
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, mlp, one, sgd, train, training_forwards
 from tests.reference import EACH, EACH_WAY, learned, wrap
 from tests.reference import train as train_by
 
@@ -168,12 +168,11 @@ def test_the_first_batch_of_many_pixels_is_read():
 
 def test_the_first_look_takes_rows_that_have_a_gradient():
     """Where the first million logits are of ignored rows, and where one row of very many is another."""
-    model = nn.Linear(2, 8)
-    optimizer = wrap("dcp", model)
+    optimizer = wrap("dcp", nn.Linear(2, 8))
     torch.manual_seed(0)
     x, y = torch.randn(160_000, 2), torch.randint(8, (160_000,))
     y[:140_000] = -100
-    train(model, optimizer, [(x, y)])
+    fit(optimizer, [(x, y)])
     assert optimizer.logs()["loss_scale"] == pytest.approx(1.0, rel=1e-4)
     assert (optimizer.logs()["skipped"], optimizer.logs()["penalty"]) == (0, 0)
     assert optimizer.prototypes.any(1).all()
@@ -198,12 +197,12 @@ def test_nothing_learns_from_a_gradient_of_zero(variant):
     def nothing(z, y):
         return F.cross_entropy(z, torch.full_like(y, -100), reduction="sum")
 
-    train(model, optimizer, [(x, y)] * 2, nothing)
+    fit(optimizer, [(x, y)] * 2, nothing)
     assert_same(model, untrained)
-    train(model, optimizer, vectors(3))
+    fit(optimizer, vectors(3))
     bare, base = without_the_wrapper(optimizer)
     before = copy.deepcopy(learned(optimizer))
-    train(model, optimizer, [(x, y)], nothing)
+    fit(optimizer, [(x, y)], nothing)
     train(bare, base, [(x, y)], nothing)
     assert_same(model, bare)
     assert_same(learned(optimizer), before)
@@ -250,11 +249,11 @@ def test_after_20_batches_that_tell_nothing_the_loss_is_refused(variant):
             (factor * F.cross_entropy(model(x), y)).backward()
     optimizer.zero_grad()
     before = optimizer.logs()["skipped"]
-    train(model, optimizer, data[:19])
+    fit(optimizer, data[:19])
     assert optimizer.logs()["skipped"] == before + 19
     assert math.isnan(optimizer.logs()["penalty"])
     with pytest.raises(RuntimeError, match=r"(?s)batches that show no form.*loss \+ optimizer.penalty\(logits"):
-        train(model, optimizer, data[19:20])
+        fit(optimizer, data[19:20])
 
 
 @pytest.mark.guard
@@ -267,7 +266,7 @@ def test_a_model_that_is_certain_of_every_row_is_read_with_one_warning(script, s
     optimizer = wrap(variant, model, sgd(model, lr=0.0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(model, optimizer, data, lambda z, y: F.cross_entropy(z, y) / 8)
+        fit(optimizer, data, lambda z, y: F.cross_entropy(z, y) / 8)
     assert [str(warning.message).partition(".")[0] for warning in caught] == [
         "the model is certain of every row of the first batches"
     ]
@@ -275,7 +274,7 @@ def test_a_model_that_is_certain_of_every_row_is_read_with_one_warning(script, s
     assert optimizer.logs()["skipped"] == silent
     assert optimizer.logs()["loss_scale"] == pytest.approx(1 / 8)
     with pytest.warns(UserWarning, match="a batch gets no penalty"):
-        train(model, optimizer, [(0.1 * x, y) for x, y in data[:1]], weighted)
+        fit(optimizer, [(0.1 * x, y) for x, y in data[:1]], weighted)
 
 
 @pytest.mark.guard
@@ -284,9 +283,9 @@ def test_other_losses_of_a_model_that_is_certain_of_every_row_are_refused_at_the
     torch.manual_seed(0)
     model, data = a_prior()
     optimizer = wrap("dcp", model, sgd(model, lr=0.0))
-    train(model, optimizer, data[:19], loss)
+    fit(optimizer, data[:19], loss)
     with pytest.raises(RuntimeError, match="batches that show no form"):
-        train(model, optimizer, data[19:20], loss)
+        fit(optimizer, data[19:20], loss)
 
 
 def test_a_reader_without_its_guard_counts_what_it_does_not_read():
@@ -345,10 +344,10 @@ def test_batches_that_tell_nothing_are_left_out_until_one_tells_the_form(variant
     torch.manual_seed(0)
     model, data = certain()
     optimizer = wrap(variant, model, sgd(model, lr=0.0))
-    train(model, optimizer, data[:10], lambda z, y: F.cross_entropy(z, y) / 8)
-    train(model, optimizer, [(0.1 * x, y) for x, y in data[10:11]], lambda z, y: F.cross_entropy(z, y) / 8)
+    fit(optimizer, data[:10], lambda z, y: F.cross_entropy(z, y) / 8)
+    fit(optimizer, [(0.1 * x, y) for x, y in data[10:11]], lambda z, y: F.cross_entropy(z, y) / 8)
     assert optimizer.logs()["loss_scale"] == pytest.approx(1 / 8)
-    train(model, optimizer, data[11:], lambda z, y: F.cross_entropy(z, y) / 8)
+    fit(optimizer, data[11:], lambda z, y: F.cross_entropy(z, y) / 8)
     assert optimizer.logs()["skipped"] == 10
     assert optimizer.logs()["loss_scale"] == pytest.approx(1 / 8)
 
@@ -362,7 +361,7 @@ def test_a_batch_that_tells_no_scale_keeps_the_last_one(variant):
     found = []
     first = (2.0 * torch.eye(3).repeat(4, 1), torch.arange(12) % 3)
     for x, y in (first, (torch.tensor([[15.5, 0, 0]]), torch.tensor([0]))):
-        train(model, optimizer, [(x, y)], lambda z, y: 8 * F.cross_entropy(z.double(), y))
+        fit(optimizer, [(x, y)], lambda z, y: 8 * F.cross_entropy(z.double(), y))
         found.append(optimizer.logs()["loss_scale"])
     assert found == [pytest.approx(8.0, rel=1e-5), found[0]]
 
@@ -382,8 +381,8 @@ def test_a_first_batch_that_is_not_finite_is_no_reason_for_an_error(variant):
     data = [(x.half(), y) for x, y in vectors(3)]
     (2.0**22 * in_float32(model(data[0][0]), data[0][1])).backward()
     optimizer.zero_grad()
-    train(model, optimizer, data[1:], in_float32)
-    train(expected, other, data[1:], in_float32)
+    fit(optimizer, data[1:], in_float32)
+    fit(other, data[1:], in_float32)
     assert_same(model, expected)
     assert_same(learned(optimizer), learned(other))
 
@@ -447,13 +446,12 @@ def test_after_100_steps_nothing_ends_the_run(variant, resumes):
 @EACH
 def test_where_values_may_not_be_read_unread_batches_are_warned_of_in_the_next_step_that_may(variant, monkeypatch):
     monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
-    model = mlp()
-    optimizer = wrap(variant, model)
-    train(model, optimizer, vectors(66))  # 64 is a step that may
-    train(model, optimizer, vectors(33), squares)
+    optimizer = wrap(variant, mlp())
+    fit(optimizer, vectors(66))  # 64 is a step that may
+    fit(optimizer, vectors(33), squares)
     assert optimizer.logs()["skipped"] == 33
     with pytest.warns(UserWarning, match="a batch gets no penalty"):
-        train(model, optimizer, vectors(1), squares)  # the hundredth
+        fit(optimizer, vectors(1), squares)  # the hundredth
     assert optimizer.logs()["skipped"] == 34
 
 
@@ -464,7 +462,7 @@ def test_a_loss_of_another_forward_pass_that_is_not_read_is_skipped_beside_one_t
     """Virtual adversarial training: the cross-entropy has its penalty, and the consistency loss has none."""
     model = mlp()
     optimizer = wrap(variant, model)
-    train(model, optimizer, vectors(2))
+    fit(optimizer, vectors(2))
     for step, (x, y) in enumerate(vectors(25)):
         optimizer.zero_grad()
         inputs = (x + 0.1, x) if comes_first else (x, x + 0.1)
@@ -559,7 +557,7 @@ def test_the_dimension_is_not_final_before_some_rows_had_labels(first, num_class
         (of_tokens(model(x), y) * torch.inf).backward()
         optimizer.zero_grad()
     assert not optimizer.prototypes.any()
-    train(model, optimizer, rest, of_tokens)
+    fit(optimizer, rest, of_tokens)
     assert optimizer.prototypes.shape == (CLASSES, CLASSES)
     assert optimizer.prototypes.any(1).all()
 
@@ -653,7 +651,7 @@ def test_without_synchronization_a_training_is_the_same(name, variant):
         model = script.model()
         optimizer = wrap(variant, model)
         data = script.data()
-        train(model, optimizer, data[:2], script.loss)
+        fit(optimizer, data[:2], script.loss)
         (train_silently if silent else train)(model, optimizer, data[2:], script.loss)
         results.append((model.state_dict(), learned(optimizer), optimizer.state_dict()["state"]))
     assert_same(*results, rtol=1e-9, atol=1e-11)
@@ -666,7 +664,7 @@ def test_a_resumed_run_knows_form_and_dimension_where_no_value_may_be_read(varia
 
     model = mlp()
     optimizer = wrap(variant, model, **options)
-    train(model, optimizer, sequences(2), loss)
+    fit(optimizer, sequences(2), loss)
     again = copy.deepcopy(model)
     second = wrap(variant, again, **options)
     second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -707,7 +705,7 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
 def test_the_companions_graph_of_an_unreadable_batch_is_freed_by_the_step():
     model = mlp()
     optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     forwards = training_forwards(optimizer)
     x, y = one()
     z = model(x)
@@ -727,5 +725,5 @@ def test_two_classes_a_pixel_are_not_refused_while_the_head_is_zero():
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     optimizer = DCPOptimizer(sgd(model), model)
-    train(model, optimizer, [(torch.randn(4, 3, 8, 8), torch.arange(256).reshape(4, 8, 8) % 2)] * 3)
+    fit(optimizer, [(torch.randn(4, 3, 8, 8), torch.arange(256).reshape(4, 8, 8) % 2)] * 3)
     assert optimizer.prototypes.any(1).all()

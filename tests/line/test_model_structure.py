@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dcl_optim import DCPOptimizer
-from tests.helpers import CLASSES, batches, mlp, sgd, train, wrap
+from tests.helpers import CLASSES, batches, fit, mlp, sgd, train, wrap
 
 COPIED_AGAIN = "trains other parameters than before.*the companion is copied from the model again"
 
@@ -45,12 +45,12 @@ CHANGES = [new_head, one_layer_more, new_weight, body_of_another_optimizer, none
 def test_the_companion_is_copied_again_where_a_group_is_added(change):
     model, data = mlp(), list(batches(4))
     optimizer = wrap(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
-    train(model, optimizer, data[:2])
+    fit(optimizer, data[:2])
     optimizer.add_param_group({"params": change(model), "lr": 0.05})
     with pytest.warns(UserWarning, match=COPIED_AGAIN):
-        train(model, optimizer, data[2:3])
+        fit(optimizer, data[2:3])
     assert optimizer.logs()["penalty"] == 0
-    train(model, optimizer, data[3:])
+    fit(optimizer, data[3:])
     assert optimizer.logs()["penalty"] > 0
     assert [p.shape for p in optimizer.companion.parameters()] == [p.shape for p in model.parameters()]
     assert [group["lr"] for group in optimizer.companion_optimizer.param_groups] == [0.1, 0.05]
@@ -60,13 +60,13 @@ def test_the_companion_is_copied_again_where_other_parameters_replace_the_groups
     """As in layer-wise training. The error about an engine's parameters is for those that the model does not have."""
     model, data = mlp(), list(batches(4))
     optimizer = wrap(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
-    train(model, optimizer, data[:2])
+    fit(optimizer, data[:2])
     optimizer.param_groups.clear()
     optimizer.add_param_group({"params": model[0].parameters()})
     with pytest.warns(UserWarning, match=COPIED_AGAIN):
-        train(model, optimizer, data[2:3])
+        fit(optimizer, data[2:3])
     before = model[0].weight.detach().clone()
-    train(model, optimizer, data[3:])
+    fit(optimizer, data[3:])
     assert optimizer.logs()["penalty"] > 0
     assert not torch.equal(model[0].weight, before)
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from dcl_optim import DCPOptimizer, distances
 from tests import reference
-from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
+from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, fit, mlp, one, sgd, train
 from tests.reference import ALPHA, EACH, WEIGHT, wrap
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
@@ -53,7 +53,7 @@ def test_an_empty_first_group(variant):
         model = nn.Linear(FEATURES, CLASSES).double()
         base = torch.optim.SGD([*groups, {"params": model.parameters()}], lr=0.1)
         optimizer = wrap(variant, model, base)
-        train(model, optimizer, batches(3))
+        fit(optimizer, batches(3))
         return model.state_dict()
 
     assert_same(run([{"params": [], "weight_decay": 0.5}]), run([]))
@@ -76,14 +76,14 @@ def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
     base, plain = sgd(model), sgd(theirs)
     data = list(batches(15))
     optimizer = wrap("dcl", model, base)
-    train(model, optimizer, data[:5])
+    fit(optimizer, data[:5])
     if by == "detach":
         optimizer.detach()
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
-        train(model, optimizer, data[5:10])
+        fit(optimizer, data[5:10])
     again = wrap("dcl", model, base)
-    train(model, again, data[10:])
+    fit(again, data[10:])
 
     for part, regularized in ((data[:5], True), (data[5:10], False), (data[10:], True)):
         companion = copy.deepcopy(theirs)
@@ -105,12 +105,12 @@ def test_steps_of_a_model_that_was_built_again_log_no_old_figures(variant):
     """As torch, which does not tell a model that its optimizer does not train."""
     model, again = mlp(), mlp(seed=1)
     optimizer = wrap(variant, model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     train(again, optimizer, batches(19))
     logs = optimizer.logs()
     assert logs["step"] == 21
     assert all(math.isnan(logs[name]) for name in ("penalty", "weight", "alpha", "loss_scale"))
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["penalty"] > 0
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, train
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, fit, mlp
 from tests.reference import EACH, VARIANTS, by_hand, learned, term_of, wrap
 from tests.reference import train as train_by_term
 
@@ -109,7 +109,7 @@ def gathered(tensors):
 def trained_alone(variant):
     model = mlp(seed=0)
     optimizer = wrap(variant, model)
-    train(model, optimizer, batches(STEPS))
+    fit(optimizer, batches(STEPS))
     return snapshot(model, optimizer)
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, mlp, train
+from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, fit, mlp, train
 from tests.reference import train as train_by
 
 pytestmark = [
@@ -95,7 +95,7 @@ def test_sharded_training_equals_one_process_on_the_joint_batch(variant, way, ra
     found = torch.load(ranks / f"{variant} {way}.pt", weights_only=True)
     model = mlp()
     optimizer = wrap(variant, model)
-    train(model, optimizer, batches(STEPS))
+    fit(optimizer, batches(STEPS))
     assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
     assert_same(found["own"], dict(own(variant, optimizer)), rtol=1e-7, atol=1e-9)
 
@@ -155,7 +155,7 @@ def refuse_a_copy():
     model = sharded()
     optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
     with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
     optimizer.detach()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
 
@@ -214,10 +214,10 @@ def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
     assert_same(model, before)
     assert_same(dict(own(variant, optimizer)), dict(began))
     assert optimizer.logs()["step"] == 0
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
     expected = copy.deepcopy(own(variant, optimizer))
-    train(model, optimizer, batches(2, seed=5))
+    fit(optimizer, batches(2, seed=5))
     set_optimizer_state_dict(model, optimizer, state)
     assert_same(dict(own(variant, optimizer)), dict(expected))
     assert optimizer.logs()["step"] == 3

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler, swa_utils
 
 from dcl_optim import distances
-from tests.helpers import assert_same, batches, cells, mlp, train, wrap
+from tests.helpers import assert_same, batches, cells, fit, mlp, wrap
 from tests.reference import dcl_step
 
 STEPS = 12
@@ -113,12 +113,11 @@ def written_out(scheduler, base, layout, factor):
 )
 def test_a_scheduler_drives_both_networks(scheduler, base, layout, factor):
     model = mlp()
-    inner = LAYOUTS[layout](model, base)
-    optimizer = wrap(model, inner, companion=mlp(seed=3), companion_lr_scale=factor, **METHOD)
+    optimizer = wrap(model, LAYOUTS[layout](model, base), companion=mlp(seed=3), companion_lr_scale=factor, **METHOD)
     schedule = SCHEDULERS[scheduler](optimizer)
     theta, omega = recorded(optimizer.base), recorded(optimizer.companion_optimizer)
     for step, (x, y) in enumerate(batches(STEPS)):
-        train(model, optimizer, [(x, y)])
+        fit(optimizer, [(x, y)])
         step_scheduler(schedule, step)
 
     theirs, companion, expected = written_out(scheduler, base, layout, factor)
@@ -141,7 +140,7 @@ def test_scheduler_of_the_base_built_before_it_was_wrapped():
         schedule = early_schedule or lr_scheduler.StepLR(optimizer, 2, 0.5)
         omega = recorded(optimizer.companion_optimizer)
         for batch in batches(6):
-            train(model, optimizer, [batch])
+            fit(optimizer, [batch])
             schedule.step()
         assert [options[0]["lr"] for options in omega] == [0.05, 0.05, 0.025, 0.025, 0.0125, 0.0125]
         results.append([p.detach() for m in (model, optimizer.companion) for p in m.parameters()])

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from tests.helpers import SHARDS_ON_CPU, assert_same, batches, mlp, on_ranks, sgd, train
+from tests.helpers import SHARDS_ON_CPU, assert_same, batches, fit, mlp, on_ranks, sgd
 from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, learned, term_of, wrap
 from tests.reference import train as train_by
 
@@ -35,7 +35,7 @@ def result(optimizer):
 
 def alone(variant, seed=0):
     optimizer = wrap(variant, mlp(seed))
-    train(optimizer.model, optimizer, batches(STEPS))
+    fit(optimizer, batches(STEPS))
     return result(optimizer)
 
 
@@ -58,22 +58,22 @@ def four_ranks(rank, folder):
     data = [(x.chunk(4)[rank], y.chunk(4)[rank]) for x, y in batches(STEPS)]
     for variant in VARIANTS:
         optimizer = sharded(variant, mesh)  # hybrid: shards in each half, copies of them in both
-        train(optimizer.model, optimizer, data)
+        fit(optimizer, data)
         save(optimizer, folder / f"hybrid {variant} {rank}.pt")
         number = torch.tensor(float(rank))
         optimizer.forecaster._group.broadcast([number])
         assert number == 0
         optimizer = sharded(variant, mesh["shards"], seed=row)  # two models, each on two ranks
         halves = [(x.chunk(2)[column], y.chunk(2)[column]) for x, y in batches(STEPS)]
-        train(optimizer.model, optimizer, halves)
+        fit(optimizer, halves)
         save(optimizer, folder / f"models {variant} {rank}.pt")
         optimizer = two_dimensional(variant, mesh)
         rows = [(x.chunk(2)[row], y.chunk(2)[row]) for x, y in batches(STEPS)]
-        train(optimizer.model, optimizer, rows)
+        fit(optimizer, rows)
         save(optimizer, folder / f"two dimensions {variant} {rank}.pt")
     if row == 0:  # the others train nothing, and are asked for nothing
         optimizer = sharded("dcp", mesh["shards"])
-        train(optimizer.model, optimizer, halves)
+        fit(optimizer, halves)
         save(optimizer, folder / f"some ranks dcp {rank}.pt")
 
 

@@ -15,6 +15,7 @@ from tests.helpers import (
     assert_same,
     batch_norm_net,
     batches,
+    fit,
     mlp,
     sgd,
     train,
@@ -59,7 +60,7 @@ def test_it_is_mean_teacher(build):
     optimizer, plain = wrapped(model), sgd(theirs)
     teacher = copy.deepcopy(theirs)
     torch.manual_seed(1)
-    train(model, optimizer, batches(20))
+    fit(optimizer, batches(20))
     torch.manual_seed(1)
     for x, y in batches(20):
         mean_teacher_step(theirs, teacher, plain, x, y)
@@ -82,11 +83,11 @@ def test_a_resumed_run_is_the_uninterrupted_one():
     straight, first, resumed = batch_norm_net(), batch_norm_net(), batch_norm_net()
     data = list(batches(10))
     uninterrupted, optimizer = wrapped(straight), wrapped(first)
-    train(straight, uninterrupted, data)
-    train(first, optimizer, data[:4])
+    fit(uninterrupted, data)
+    fit(optimizer, data[:4])
     resumed.load_state_dict(first.state_dict())
     second = wrapped(resumed)
     second.load_state_dict(optimizer.state_dict())
-    train(resumed, second, data[4:])
+    fit(second, data[4:])
     assert_same(resumed, straight)
     assert_same(second.state_dict(), uninterrupted.state_dict())

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from dcl_optim import DCPOptimizer
 from dcl_optim.distances import mse
 from tests import reference
-from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train
+from tests.helpers import CLASSES, assert_same, batches, fit, mlp, sgd
 
 
 def wrap(model, **options):
@@ -43,7 +43,7 @@ def test_the_number_of_classes_is_that_of_the_first_logits():
         model = mlp()
         optimizer = wrap(model, num_classes=number)
         assert optimizer.prototypes.shape == (0, 0)
-        train(model, optimizer, batches(5))
+        fit(optimizer, batches(5))
         results.append((model.state_dict(), optimizer.state_dict()))
     assert_same(*results)
 

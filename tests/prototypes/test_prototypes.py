@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dcl_optim import AutoWeight, DCPOptimizer
 from dcl_optim.prototypes.labels import labels_of
 from dcl_optim.pytorch import synchronization
-from tests.helpers import Logits, assert_same, huber, train
+from tests.helpers import Logits, assert_same, fit, huber, train
 from tests.reference import DISTANCES, dcp_step, prototypes_learn, prototypes_penalty
 from tests.reference import train as train_by
 
@@ -85,7 +85,7 @@ def test_thirty_steps_equal_the_reference(reads, distance, update, alpha, monkey
     plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
     settings = {"weight": 0.7, "alpha": alpha, "numbers": {} if update == "rows" else None}
     for x, y in batches(30):
-        train(model, optimizer, [(x, y)])
+        fit(optimizer, [(x, y)])
         dcp_step(theirs, known, plain, x, y, F.cross_entropy, FUNCTIONS[distance], **settings)
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
     assert_same(model, theirs, **CLOSE)
@@ -277,7 +277,7 @@ def test_what_rounding_leaves_of_soft_labels_is_accepted(soft):
 def trained(steps=5):
     model = network()
     optimizer = wrap(model)
-    train(model, optimizer, batches(steps))
+    fit(optimizer, batches(steps))
     return model, optimizer
 
 
@@ -319,7 +319,7 @@ def test_a_state_of_another_number_of_classes_is_refused_where_it_is_given_else_
     optimizer = wrap(model, num_classes=None)
     optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match=r"row varies: .* state, had 12 logits a row, this one has 9.* Positions"):
-        train(model, optimizer, [(x, y % 9) for x, y in batches(1)])
+        fit(optimizer, [(x, y % 9) for x, y in batches(1)])
 
 
 @pytest.mark.parametrize("batch_without_step", [False, True])

@@ -19,6 +19,7 @@ from tests.helpers import (
     backward,
     batch_norm_net,
     batches,
+    fit,
     mlp,
     one,
     sgd,
@@ -32,9 +33,9 @@ def test_a_copy_with_the_model_goes_on_independently(copied):
     model = batch_norm_net()
     optimizer = wrap(model)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)  # leaves a patched step on the instance
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     twin, twin_optimizer = copied((model, optimizer))
-    train(model, optimizer, batches(3, seed=2))
+    fit(optimizer, batches(3, seed=2))
     train(twin, twin_optimizer, batches(3, seed=2))
     assert_same(model, twin)
     assert_same(optimizer.companion, twin_optimizer.companion)
@@ -60,7 +61,7 @@ def test_a_copy_of_a_model_that_holds_its_optimizer():
 def test_a_copy_keeps_nothing_of_its_original(kind):
     model = mlp()
     optimizer = kind(sgd(model), model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     copied = copy.deepcopy((model, optimizer))
     originals = [weakref.ref(one) for one in (model, optimizer, optimizer.forecaster)]
     del model, optimizer
@@ -83,7 +84,7 @@ def test_detach_restores_the_modules_and_allows_wrapping_again():
     optimizer.detach()
     assert hooks(model) == before
     alone = copy.deepcopy(model)
-    train(model, optimizer, batches(3))  # goes on as the base optimizer
+    fit(optimizer, batches(3))  # goes on as the base optimizer
     train(alone, sgd(alone), batches(3))
     assert_same(model, alone)
     wrap(model)
@@ -94,7 +95,7 @@ def test_detach_restores_the_modules_and_allows_wrapping_again():
 def test_a_model_that_is_saved_whole_after_detach_loads_without_this_package(kind):
     model = mlp()
     optimizer = kind(sgd(model), model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     for needs_package in (True, False):
         file = io.BytesIO()
         torch.save(model, file)
@@ -107,7 +108,7 @@ def test_a_copy_of_a_detached_optimizer_stays_detached():
     optimizer.detach()
     twin = copy.deepcopy(optimizer)
     assert not twin.model._forward_hooks
-    train(twin.model, twin, batches(2))
+    fit(twin, batches(2))
     twin.detach()
 
 
@@ -115,7 +116,7 @@ def test_a_dead_optimizer_leaves_no_hook():
     model = mlp()
     before = hooks(model)
     optimizer = wrap(model)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     del optimizer
     assert hooks(model) == before, "no reference cycle keeps the optimizer alive"
     wrap(model)
@@ -127,7 +128,7 @@ def test_a_second_wrapper_takes_over_and_the_first_says_so(parallel):
     """As when a notebook's cell runs again, or a trainer fits again, while the first optimizer still exists."""
     model = mlp()
     optimizer = wrap(model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     second = wrap(nn.DataParallel(model) if parallel else model)
     before = copy.deepcopy(model)
     backward(model, *one())
@@ -137,7 +138,7 @@ def test_a_second_wrapper_takes_over_and_the_first_says_so(parallel):
     optimizer.detach()
     optimizer.step()  # goes on as its base
     assert not torch.equal(model[0].weight, before[0].weight)
-    train(second.model, second, batches(2, seed=5))
+    fit(second, batches(2, seed=5))
     assert second.logs()["step"] == 2
 
 

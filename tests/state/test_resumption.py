@@ -8,7 +8,7 @@ import torch
 import torch.multiprocessing as mp
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, linear_growth, mlp, running_average, train, wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, linear_growth, mlp, running_average, train, wrap
 
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4),
@@ -89,7 +89,7 @@ def test_resumed_run_equals_uninterrupted_run(variant, base, resumed):
 def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
     model = mlp()
     optimizer = wrap(model, BASES["sgd"](model.parameters()))
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     state = optimizer.state_dict()
     assert set(state) == {"state", "param_groups", "dcl_optim.DCLOptimizer"}
     plain = BASES["sgd"](model.parameters())
@@ -132,7 +132,7 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     with pytest.raises(ValueError, match=r"state of the prototypes has shape \(3, 3\).*expected \(5, 5\)"):
         dcp.load_state_dict(fewer_classes.state_dict())
     trained = DCPOptimizer(BASES["sgd"](three.parameters()), three)
-    train(three, trained, batches(1))
+    fit(trained, batches(1))
     with pytest.raises(ValueError, match=r"state of the prototypes has shape \(3, 3\).*expected \(5, 5\)"):
         trained.load_state_dict(fewer_classes.state_dict())
     sgd_state = dcl.state_dict()
@@ -143,10 +143,10 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
 
 def test_a_damaged_state_that_only_loading_finds_out_changes_nothing():
     dcl, _ = dcl_and_other()
-    train(dcl.model, dcl, batches(1))
+    fit(dcl, batches(1))
     damaged = copy.deepcopy(dcl.state_dict())
     damaged["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["state"] = None
-    train(dcl.model, dcl, batches(1, seed=5))
+    fit(dcl, batches(1, seed=5))
     before = copy.deepcopy(dcl.state_dict())
     with pytest.raises(ValueError, match="state_dict could not be loaded, and nothing has changed"):
         dcl.load_state_dict(damaged)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dcl_optim import DCLOptimizer
-from tests.helpers import FEATURES, assert_same, batches, train
+from tests.helpers import FEATURES, assert_same, batches, fit, train
 
 BEFORE, AFTER = list(batches(4)), list(batches(3, seed=2))
 COPIED_AGAIN = pytest.mark.filterwarnings("ignore:the base optimizer trains other parameters than before")
@@ -36,9 +36,9 @@ def make(parameters):
 def unfrozen_midway(groups, steps_after, **options):
     model = square()
     optimizer = wrap(model, groups, **options)
-    train(model, optimizer, BEFORE[:2])
+    fit(optimizer, BEFORE[:2])
     model[0].requires_grad_(True)
-    train(model, optimizer, BEFORE[2 : 2 + steps_after])
+    fit(optimizer, BEFORE[2 : 2 + steps_after])
     return model, optimizer
 
 
@@ -63,7 +63,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(groups, steps_after, options
         again[0].requires_grad_(True)
 
     train(model, optimizer, AFTER)
-    train(again, other, AFTER)
+    fit(other, AFTER)
     assert_same(again, model)
     assert_same(other.companion, optimizer.companion)
 
