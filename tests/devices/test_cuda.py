@@ -121,7 +121,7 @@ def wrapped(variant, base, dropout=0.0, **options):
 def test_a_weight_of_zero_is_the_base_optimizer_bit_for_bit(variant, base, half):
     model = Net(0.3).cuda()
     plain = BASES[base](model.parameters())
-    plain.model = model  # type: ignore[attr-defined]
+    plain.model = model
     optimizer = wrapped(variant, base, 0.3, weight=0.0)
     found = []
     for each in (plain, optimizer):

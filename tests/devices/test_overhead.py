@@ -2,15 +2,13 @@
 
 import gc
 import itertools
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -62,7 +60,6 @@ def by_term(optimizer, x, y):
 
 LOOPS = {"plain": plain, "closure": closed, "accumulation": accumulated, "term": by_term}
 WRAPPERS = {"DCL": dcl, "DCP": dcp}
-Step = Callable[[Any, Tensor, Tensor], None]
 
 
 # ---- Python per layer ------------------------------------------------------------------------------------------------

@@ -14,20 +14,14 @@ resumption is in tests/examples.
 | logging | TensorBoard, Weights and Biases, Lightning, Trainer |
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 
 METHODS = ("dcl", "dcp")
 
 
-def wrap(method: str, base: Optimizer, model: nn.Module, **settings: Any) -> Any:
+def wrap(method, base, model, **settings):
     """The line that is new in a script; without it the method is "plain"."""
     if method == "dcl":
         return DCLOptimizer(base, model, **{"weight": 1.0} | settings, companion_fraction=1)
@@ -36,6 +30,6 @@ def wrap(method: str, base: Optimizer, model: nn.Module, **settings: Any) -> Any
     return base
 
 
-def differ(first: nn.Module, second: nn.Module) -> bool:
+def differ(first, second):
     """Whether any weight differs."""
     return any(not torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

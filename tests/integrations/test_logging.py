@@ -7,7 +7,6 @@ import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -35,7 +34,7 @@ def block(heading):
     return code
 
 
-class Script(dict[str, Any]):
+class Script(dict):
     """The names that a block takes for granted. The first ``train`` does nothing, so that nan is logged."""
 
     def __init__(self, kind=DCLOptimizer):

@@ -1,14 +1,12 @@
 """SAM and its kin evaluate the model twice a step: both gradients are regularized, the forecaster learns once."""
 
 import copy
-from collections.abc import Callable
 from itertools import product
 
 import pytest
 import pytorch_optimizer
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from dcl_optim import DCLOptimizer
@@ -17,8 +15,6 @@ from tests.helpers import MODELS, assert_same, batches, cells, mlp
 from tests.reference import VARIANTS, assert_same_training, by_hand, step_once_there_is_a_gradient, term_of, wrap
 
 ALPHA = 0.6
-Network = nn.Module
-Evaluate = Callable[[], Tensor]
 
 
 def sam(model):

@@ -1,12 +1,10 @@
 """Labels and loss scale, read off gradients: by hand, of random losses, and of losses that are no cross-entropies."""
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from dcl_optim.layout import wide
 from dcl_optim.loss import cross_entropy
@@ -25,7 +23,6 @@ from dcl_optim.loss.cross_entropy import (
 from tests.adversary.losses import count
 from tests.helpers import cells
 
-Criterion = Callable[[Tensor, Tensor], Tensor]
 NOTHING = "tells nothing"  # in place of a form: such a batch is skipped, and the next one is asked
 
 

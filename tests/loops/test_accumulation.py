@@ -6,8 +6,6 @@ import torch.nn.functional as F
 from tests.helpers import assert_same, batches, mlp, one
 from tests.reference import EACH, EACH_WAY, assert_same_training, by_hand, term_of, train, wrap
 
-WAYS = ("line", "term")
-
 
 @pytest.mark.parametrize("names_inputs", [False, True])
 @EACH_WAY

@@ -5,7 +5,6 @@ as the plain script.
 """
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tests.helpers import assert_same, cells
 from tests.reference import learned, term_of
 
 CLASSES, WORDS = 5, 11
-Data = list[Any]
 
 
 class Way:

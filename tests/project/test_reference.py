@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, reference
 from tests.helpers import assert_same, sgd
@@ -15,7 +15,6 @@ from tests.reference import EACH_WAY
 
 FEATURES, ROWS, STEPS = 20, 80, 30
 CLOSE = {"atol": 1e-12}
-Batches = list[tuple[Tensor, Tensor]]
 
 
 def network(classes, dropout=0.0):

@@ -155,7 +155,7 @@ def test_a_faulty_script_has_its_own_error():
 def test_wrong_arguments_are_named():
     model, optimizer, batch = script()
     with pytest.raises(TypeError, match=r"batch must be a pair \(inputs, labels\), got Tensor"):
-        overhead(model, optimizer, batch[0])  # type: ignore[arg-type]
+        overhead(model, optimizer, batch[0])
     with pytest.raises(ValueError, match="seconds must be above 0, got 0"):
         overhead(model, optimizer, batch, seconds=0)
     with pytest.raises(ValueError, match="optimizer is a DCPOptimizer already; pass the plain optimizer"):
@@ -409,7 +409,7 @@ def test_an_error_of_a_function_of_names_says_how_to_pass_them():
         return 80.0 + name.index("p")
 
     with pytest.raises(AttributeError) as raised:
-        compare(train)  # type: ignore[arg-type]
+        compare(train)
     (note,) = raised.value.__notes__
     assert note.startswith("compare: train failed with method 0 and seed 0, a weight of the default methods;")
     assert note.endswith("pass methods=[...], on the shell --methods")

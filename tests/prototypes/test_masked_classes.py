@@ -1,12 +1,9 @@
 """Masked classes: an entry of the logits that is masked neither pulls nor is averaged."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import Logits, assert_same
@@ -16,7 +13,6 @@ CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
 CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 INF = float("inf")
 LOWEST = torch.finfo(torch.float64).min
-Mask = Callable[[int, Tensor], Tensor]
 
 
 def opened_later(step, x):
@@ -83,7 +79,6 @@ def take_step(optimizer, x, y, way="line"):
     optimizer.model.step += 1
 
 
-Case = tuple[Mask, float, str, dict[str, Any]]
 CASES = [
     *((mask, number, way, {}) for mask in MASKS for number in (-INF, -1000.0) for way in ("line", "term")),
     *((mask, -INF, "soft labels", {}) for mask in MASKS),

@@ -1,13 +1,10 @@
 """``optimizer.penalty(...)``: wrong arguments, a term not in the loss, no gradients, batches that are not finite."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, gradients_put_back, mlp
@@ -24,7 +21,6 @@ def other_model(z):
     return mlp(seed=9)(torch.ones(len(z), FEATURES).double())
 
 
-Case = tuple[Callable[[Any, Tensor, Tensor], Any], type[Exception], list[str]]
 OF_DCP = {
     "a large label": (lambda p, z, y: p(z, y + 3), ValueError, ["labels", "0..4", "ignore_index", "Hidden"]),
     "a negative label": (lambda p, z, y: p(z, 0 * y - 1), ValueError, ["labels", "-1", "ignore_index"]),

@@ -3,13 +3,12 @@
 import copy
 import math
 import warnings
-from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from dcl_optim.pytorch import synchronization
@@ -64,7 +63,6 @@ def binary(x, z, y):
     return F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double())
 
 
-Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 OF_CLASSES = (cross_entropy, class_weights, focal_with_entropy, distillation, margins)
 LOSSES = [*product(VARIANTS, OF_CLASSES), ("dcl", regression), ("dcl", binary)]
 
