@@ -171,6 +171,12 @@ def cells(table: Iterable[Any], *chosen: Any) -> list[Any]:
     ]
 
 
+def every(number: int, table: Iterable[Any]) -> list[Any]:
+    """The same with each number-th cell of a table; a number that divides no axis meets all values of each."""
+    table = list(table)
+    return cells(table, *table[::number])
+
+
 def assert_same(first: Any, second: Any, **tolerance: float) -> None:
     """Compare two modules' or two nested states' tensors: bit for bit without a tolerance."""
     if isinstance(first, nn.Module):

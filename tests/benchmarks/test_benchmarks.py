@@ -48,10 +48,8 @@ TINY = ["steps", *SMALL, "--rounds", "2", "--methods", "DCL, by hand", "DCL, lin
 def measured(tmp_path_factory):
     """Three rows of one network: the file, and what was printed on stdout."""
     folder = tmp_path_factory.mktemp("results") / "new"
-    line = [sys.executable, "-W", "error", "-m", "benchmarks", *TINY, "--out", str(folder)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "steps.json").read_text()), done.stdout
+    printed = python("-m", "benchmarks", *TINY, "--out", str(folder))
+    return json.loads((folder / "steps.json").read_text()), printed
 
 
 def test_the_file_says_where_and_how_it_was_measured(measured):

@@ -153,7 +153,7 @@ def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does()
     whole = copy.deepcopy(model)
     train(
         model,
-        wrap(model, torch.optim.SGD(model[2].parameters(), lr=0.1), companion=whole),
+        wrap(model, sgd(model[2]), companion=whole),
         DATA,
     )
     assert_same(whole[0], mlp()[0])
@@ -179,9 +179,9 @@ def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen):
     """Frozen parameters are the very same; others, which may get gradients of the script's, share their memory."""
     model = mlp()
     model[0].requires_grad_(not frozen)
-    optimizer = wrap(model, torch.optim.SGD(model[2].parameters(), lr=0.1), weight=0.0)
+    optimizer = wrap(model, sgd(model[2]), weight=0.0)
     alone = copy.deepcopy(model)
-    base = torch.optim.SGD(alone[2].parameters(), lr=0.1)
+    base = sgd(alone[2])
     for batch in DATA:
         fit(optimizer, [batch])
         train(alone, base, [batch])

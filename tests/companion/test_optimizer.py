@@ -378,22 +378,6 @@ def test_a_companions_optimizer_that_has_begun_steps_with_gradients_of_zero_also
     assert not torch.equal(before[0].weight, optimizer.companion[0].weight)
 
 
-@pytest.mark.integration
-def test_the_optimizers_mode_is_the_companions_from_its_start():
-    from schedulefree import SGDScheduleFree
-
-    found = []
-    for companion in (None, mlp()):
-        model = mlp()
-        optimizer = wrap(model, SGDScheduleFree(model.parameters(), lr=0.1), companion=companion)
-        optimizer.train()
-        fit(optimizer, batches(5))
-        optimizer.eval()
-        found.append((model, optimizer.companion))
-    assert_same(found[0][0], found[1][0])
-    assert_same(found[0][1], found[1][1])
-
-
 def test_sparse_gradients_train_as_dense_ones():
     """Those of several backward passes are added up without being coalesced."""
     runs = []

@@ -89,7 +89,7 @@ def frozen(layers):
 
 def head_only(layers):
     model = frozen(layers)
-    return wrap(model, torch.optim.SGD(model.head.parameters(), lr=0.1))
+    return wrap(model, sgd(model.head))
 
 
 def in_groups(layers):

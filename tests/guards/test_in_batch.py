@@ -10,7 +10,7 @@ from torch import nn
 
 from dcl_optim import DCPOptimizer
 from dcl_optim.pytorch import synchronization
-from tests.helpers import fit
+from tests.helpers import fit, sgd
 
 CLASSES, FEATURES = 12, 5
 
@@ -21,7 +21,7 @@ def network():
 
 
 def wrap(model, **options):
-    return DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+    return DCPOptimizer(sgd(model), model, **options)
 
 
 def batches(steps, size=8):
@@ -46,7 +46,7 @@ class Retrieval(nn.Module):
 def in_batch(scale=1.0, **options):
     model = Retrieval(scale)
     x = torch.randn(32, FEATURES, generator=torch.Generator().manual_seed(0))
-    return DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options), model(x), torch.arange(32)
+    return DCPOptimizer(sgd(model), model, **options), model(x), torch.arange(32)
 
 
 IN_BATCH = r"(?s)labels of this batch are its rows' places.*in-batch negatives.*DCLOptimizer.*pass num_classes=32"
@@ -72,7 +72,7 @@ def test_negatives_in_the_batch_are_refused_as_soon_as_they_are_given(labels):
 def test_where_values_are_rarely_read_they_are_refused_in_the_next_step_that_reads(monkeypatch):
     monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step == 4)
     model = network()
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = DCPOptimizer(sgd(model), model)
     for step, (x, _) in enumerate(batches(4, CLASSES), 1):
         optimizer.zero_grad()
         z = model(x)
@@ -126,7 +126,7 @@ def test_other_first_batches_are_not_and_no_later_one_is(first, options, by_term
 def test_fewer_than_eight_rows_are_never_taken_for_scores():
     """They lie in the order of their labels by chance."""
     model = nn.Linear(FEATURES, 7)
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = DCPOptimizer(sgd(model), model)
     fit(optimizer, [(torch.randn(7, FEATURES), torch.arange(7))])
     assert optimizer.logs()["step"] == 1
 

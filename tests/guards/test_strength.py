@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import AutoWeight, DCPOptimizer
-from tests.helpers import Logits
+from tests.helpers import Logits, sgd
 
 
 def swing(number, **options):
     """One class whose logits are (1, -1), then (-1, 1), and so on; and the steps in which the warning came."""
     model = Logits()
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
+    optimizer = DCPOptimizer(sgd(model, lr=0.0), model, **options)
     said = []
     for step in range(1, number + 1):
         z = model((-1.0) ** step * torch.tensor([[1.0, -1.0]]))
@@ -70,7 +70,7 @@ def train_on_few_rows(optimizer_of, lr, seed=0):
     x = torch.randn(3, 13, generator=generator)[y] + torch.randn(15, 13, generator=generator)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-    optimizer = optimizer_of(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), model)
+    optimizer = optimizer_of(sgd(model, lr=lr), model)
     losses, said = [], []
     for step in range(1, 401):
         rows = torch.randperm(15, generator=generator)[:3]

@@ -36,10 +36,10 @@ def loader(dtype=torch.float64, seed=1):
 class Classifier(pl.LightningModule):
     """Nothing but ``configure_optimizers`` knows of dcl_optim."""
 
-    def __init__(self, method, net, scheduler=None, interval="step", **settings):
+    def __init__(self, method, net, scheduler=None, **settings):
         super().__init__()
         self.method, self.net, self.settings = method, net, settings
-        self.scheduler, self.interval = scheduler, interval
+        self.scheduler = scheduler
         self.criterion = nn.CrossEntropyLoss()
 
     def training_step(self, batch, batch_idx):
@@ -51,7 +51,7 @@ class Classifier(pl.LightningModule):
         optimizer = wrap(self.method, optimizer, self.net, **self.settings)
         if self.scheduler is None:
             return optimizer
-        scheduler = {"scheduler": self.scheduler(optimizer), "interval": self.interval}
+        scheduler = {"scheduler": self.scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
@@ -96,9 +96,7 @@ def fit(module, data=None, seed=3, **options):
     return trainer.optimizers[0]
 
 
-def by_hand(
-    method, net, *, data=None, accumulate=1, clip=None, autocast=None, scheduler=None, interval="step", **settings
-):
+def by_hand(method, net, *, data=None, accumulate=1, clip=None, autocast=None, scheduler=None, **settings):
     """What Lightning does in two epochs, written out in plain PyTorch."""
     criterion, data = nn.CrossEntropyLoss(), list(data or loader())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -117,8 +115,6 @@ def by_hand(
             if clip:
                 clip(net.parameters())
             optimizer.step()
-            if schedule and interval == "step":
+            if schedule:
                 schedule.step()
-        if schedule and interval == "epoch" and is_last:
-            schedule.step()
     return optimizer

@@ -29,21 +29,14 @@ def one_cycle(optimizer):
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2 * BATCHES + 1)
 
 
-def halved(optimizer):
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-
 clip_norm = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05)
-clip_value = functools.partial(nn.utils.clip_grad_value_, clip_value=0.01)
 # What Trainer, the module and the loop by hand are told.
 LOOPS = {
     "plain": ({}, {}, {}),
     "accumulation": ({"accumulate_grad_batches": 3}, {}, {"accumulate": 3}),
     "norm clipped": ({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}, {}, {"clip": clip_norm}),
-    "values clipped": ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {}, {"clip": clip_value}),
     "bfloat16": ({"precision": "bf16-mixed"}, {}, {"autocast": torch.autocast("cpu", dtype=torch.bfloat16)}),
-    "rates by steps": ({}, {"scheduler": one_cycle}, {"scheduler": one_cycle}),
-    "rates by epochs": ({}, *({"scheduler": halved, "interval": "epoch"} for _ in range(2))),
+    "learning rates": ({}, {"scheduler": one_cycle}, {"scheduler": one_cycle}),
     "weight and alpha": ({}, *({"weight": linear_growth, "alpha": running_average} for _ in range(2))),
 }
 

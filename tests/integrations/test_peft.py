@@ -81,21 +81,3 @@ def test_every_method_is_the_bare_algorithm_and_shares_what_is_frozen(method):
     torch.manual_seed(7)
     train(plain.train(), sgd(plain), data())
     assert max((a - b).abs().max() for a, b in zip(plain.parameters(), net.parameters(), strict=True)) > 1e-5
-
-
-def test_after_a_change_of_adapters_the_model_is_wrapped_again():
-    """Which adapter is active is not in the weights: a companion of before would go on with the old one."""
-    model, net = (m := adapted("DoRA")), Logits(m)
-    optimizer = wrap(net, sgd(net))
-    train(net.train(), optimizer, data(2))
-    first = {name: p.detach().clone() for name, p in model.named_parameters() if ".default." in name}
-    torch.manual_seed(5)
-    model.add_adapter("second", LoraConfig(r=2, init_lora_weights=False, **PLACES))
-    model.set_adapter("second")
-    optimizer = wrap(net, sgd(net), weight=WEIGHT)
-    train(net.train(), optimizer, data(1))
-    assert optimizer.logs()["penalty"] == 0.0
-    train(net.train(), optimizer, data(3))
-    assert optimizer.logs()["penalty"] > 0.0
-    assert_same({name: p for name, p in model.named_parameters() if name in first}, first)
-    assert_frozen_is_shared(net, optimizer.companion)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, fit, mlp, through_a_file
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, fit, mlp, sgd, through_a_file
 from tests.reference import assert_same_training, by_hand, dcl_step, dcp_step, train_by_closures, wrap
 
 WEIGHT = 0.4
@@ -99,7 +99,7 @@ def test_prototypes_beside_a_schedule_free_optimizer_are_as_written_out(name):
 @pytest.mark.parametrize("wrapper", [schedulefree.ScheduleFreeWrapper, schedulefree.ScheduleFreeWrapperReference])
 def test_schedulefrees_wrapper_is_no_optimizer_and_is_refused(wrapper):
     model = mlp()
-    base = wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    base = wrapper(sgd(model))
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer instance, got ScheduleFreeWrapper"):
         DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
 

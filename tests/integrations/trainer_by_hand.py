@@ -52,7 +52,7 @@ def wrapped(method, model, **options):
 def train(folder, model, optimizer, data, tape=None, kind=Trainer, **settings):
     """A user's script: only ``optimizer`` is ours."""
     tape = tape or Tape()
-    resume, keywords = settings.pop("resume", None), settings.pop("trainer", {})
+    resume = settings.pop("resume", None)
     trainer = kind(
         model,
         arguments(folder, **settings),
@@ -60,7 +60,6 @@ def train(folder, model, optimizer, data, tape=None, kind=Trainer, **settings):
         train_dataset=data,
         optimizers=(optimizer, None),
         callbacks=[tape],
-        **keywords,
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer

@@ -190,7 +190,7 @@ def largest_loss(make, lr):
     features *= (200 / features.square().sum(1).mean()).sqrt()
     torch.manual_seed(0)
     head, losses = nn.Linear(512, 10), []
-    optimizer = make(torch.optim.SGD(head.parameters(), lr=lr, momentum=0.9), head)
+    optimizer = make(sgd(head, lr=lr), head)
     for _ in range(100):
         batch = torch.randperm(512, generator=generator)[:64]
         optimizer.zero_grad()

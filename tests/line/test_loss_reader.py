@@ -476,24 +476,6 @@ def test_a_loss_of_another_forward_pass_that_is_not_read_is_skipped_beside_one_t
     assert optimizer.logs()["skipped"] == 25
 
 
-@pytest.mark.guard
-@EACH
-def test_a_further_loss_of_the_same_logits_is_skipped_and_the_cross_entropy_has_its_penalty(variant):
-    """It has a backward pass of its own, before the cross-entropy's."""
-    model = mlp()
-    optimizer = wrap(variant, model)
-    for step, (x, y) in enumerate(vectors(25)):
-        optimizer.zero_grad()
-        z = model(x)
-        if step > 2:
-            with pytest.warns(UserWarning, match="a batch gets no penalty") if step == 3 else nullcontext():
-                z.square().mean().backward(retain_graph=True)
-        F.cross_entropy(z, y).backward()
-        optimizer.step()
-        assert optimizer.logs()["penalty"] > 0 or step == 0
-    assert optimizer.logs()["skipped"] == 22
-
-
 # ---- the number of classes, and their dimension ----------------------------------------------------------------------
 
 

@@ -44,7 +44,7 @@ CHANGES = [new_head, one_layer_more, new_weight, body_of_another_optimizer, none
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_companion_is_copied_again_where_a_group_is_added(change):
     model, data = mlp(), list(batches(4))
-    optimizer = wrap(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    optimizer = wrap(model, sgd(model[2]))
     fit(optimizer, data[:2])
     optimizer.add_param_group({"params": change(model), "lr": 0.05})
     with pytest.warns(UserWarning, match=COPIED_AGAIN):
@@ -59,7 +59,7 @@ def test_the_companion_is_copied_again_where_a_group_is_added(change):
 def test_the_companion_is_copied_again_where_other_parameters_replace_the_groups():
     """As in layer-wise training. The error about an engine's parameters is for those that the model does not have."""
     model, data = mlp(), list(batches(4))
-    optimizer = wrap(model, torch.optim.SGD(model[2].parameters(), lr=0.1))
+    optimizer = wrap(model, sgd(model[2]))
     fit(optimizer, data[:2])
     optimizer.param_groups.clear()
     optimizer.add_param_group({"params": model[0].parameters()})

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import assert_same, backward, batches, dropout_net, mlp, one
+from tests.helpers import assert_same, backward, batches, dropout_net, mlp, one, sgd
 from tests.reference import EACH, assert_same_training, by_hand, train_by_closures, wrap
 
 STEPS = 6
@@ -64,7 +64,7 @@ def test_lbfgs_with_a_closure_that_returns_a_number():
 def test_a_closure_with_a_graph_of_its_gradients_keeps_it():
     def run(wrapped):
         model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         if wrapped:
             optimizer = DCLOptimizer(optimizer, model, weight=0.0, strict=False, companion_fraction=1)
         x, y = one()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer
-from tests.helpers import Network, assert_same, batch_norm_net, batches, cells, dropout_net, train
+from tests.helpers import Network, assert_same, batch_norm_net, batches, cells, dropout_net, sgd, train
 from tests.reference import CLOSE, EACH, assert_same_training, term_of, wrap
 from tests.reference import train as train_by_term
 
@@ -50,7 +50,7 @@ class Backend:
 def compiled(order, weight=1.0, **options):
     """An optimizer, and what the script calls."""
     model = Network(batch_norm_net())
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    base = sgd(model)
     call = wrapped = model
     if order in ("compiled before", "outer module wrapped", "parallel around compiled"):
         call = torch.compile(model, **options)
@@ -114,7 +114,7 @@ def test_inductor_with_zero_weight_equals_plain_training_of_the_compiled_model(m
     optimizer, call = compiled("outer module wrapped", weight=0.0, mode=mode)
     train(call, optimizer, batches(4))
     plain = Network(batch_norm_net())
-    train(torch.compile(plain, mode=mode), torch.optim.SGD(plain.parameters(), lr=0.1), batches(4))
+    train(torch.compile(plain, mode=mode), sgd(plain), batches(4))
     assert_same(network_of(call), plain, rtol=1e-12, atol=1e-14)
 
 
@@ -125,9 +125,7 @@ def test_wrapped_after_the_first_compiled_call():
     expected = Network(batch_norm_net())
     expected.load_state_dict(model.state_dict())
     for network, called in ((model, call), (expected, expected)):
-        optimizer = DCLOptimizer(
-            torch.optim.SGD(network.parameters(), lr=0.1), network, weight=1.0, companion_fraction=1
-        )
+        optimizer = DCLOptimizer(sgd(network), network, weight=1.0, companion_fraction=1)
         train(called, optimizer, batches(3))
     assert_same(model, expected, rtol=1e-10, atol=1e-12)
 
@@ -139,7 +137,7 @@ def test_a_bare_sequential_has_its_hooks_in_the_graph_and_never_trains_unregular
     x, y = next(iter(batches(1)))
     if first_call:
         call(x)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0, companion_fraction=1)
     with pytest.raises(Exception, match=r"Hook.__call__|it was compiled and called before it was wrapped"):
         train(call, optimizer, [(x, y)])
 
@@ -148,7 +146,7 @@ def test_a_compiled_loss_function():
     backend = Backend()
     models = Network(batch_norm_net()), Network(batch_norm_net())
     for model in models:
-        optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+        optimizer = DCLOptimizer(sgd(model), model, weight=1.0, companion_fraction=1)
         loss_of = lambda x, y, model=model: F.cross_entropy(model(x), y)  # noqa: E731
         function = torch.compile(loss_of, backend=backend) if model is models[0] else loss_of
         for x, y in batches(3):
@@ -179,7 +177,7 @@ def train_in_one_function(variant, weight, compiled):
     """The loss and its backward pass, in one compiled function; with weight -1 of the base alone."""
     torch._dynamo.reset()
     model = Network()
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    base = sgd(model)
     optimizer = base if weight < 0 else wrap(variant, model, base, weight=weight)
     term = term_of(optimizer, "line" if weight < 0 else "term")
 

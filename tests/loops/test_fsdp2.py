@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, fit, mlp, train
+from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, fit, mlp, sgd, train
 from tests.reference import train as train_by
 
 pytestmark = [
@@ -125,7 +125,7 @@ def train_in_bfloat16(rank, folder):
 
     def build(make):
         model, companion = make(0, dtype=torch.bfloat16), make(7, dtype=torch.bfloat16)
-        base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        base = sgd(model)
         return model, DCLOptimizer(base, model, companion=companion, weight=1.0, companion_fraction=1)
 
     def weights_of(optimizer):
@@ -153,11 +153,11 @@ def train_in_bfloat16(rank, folder):
 def refuse_a_copy():
     """Of a sharded model; the error says what to do."""
     model = sharded()
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+    optimizer = DCLOptimizer(sgd(model), model, weight=1.0, companion_fraction=1)
     with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
         fit(optimizer, batches(1))
     optimizer.detach()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
+    train(model, sgd(model), batches(1))
 
 
 def resumed_by_files(rank, folder, build, model, optimizer):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.optim import lr_scheduler, swa_utils
 
 from dcl_optim import distances
-from tests.helpers import assert_same, batches, cells, fit, mlp, wrap
+from tests.helpers import assert_same, batches, every, fit, mlp, wrap
 from tests.reference import dcl_step
 
 STEPS = 12
@@ -97,19 +97,7 @@ def written_out(scheduler, base, layout, factor):
 
 @pytest.mark.parametrize(
     ("scheduler", "base", "layout", "factor"),
-    cells(
-        product(SCHEDULERS, BASES, LAYOUTS, [1.0, 0.5]),
-        ("StepLR", "sgd", "one group", 1.0),
-        ("LambdaLR", "adamw", "several groups", 0.5),  # a function for each group
-        ("ExponentialLR", "sgd", "tensor", 0.5),
-        ("SequentialLR", "adamw", "tensor", 0.5),
-        ("ChainedScheduler", "sgd", "several groups", 0.5),
-        ("ReduceLROnPlateau", "sgd", "several groups", 0.5),  # a metric
-        ("CyclicLR", "adamw", "several groups", 0.5),  # betas
-        ("OneCycleLR", "sgd", "several groups", 0.5),  # momentum
-        ("OneCycleLR", "adamw", "tensor", 0.5),
-        ("SWALR", "sgd", "several groups", 1.0),
-    ),
+    every(11, product(SCHEDULERS, BASES, LAYOUTS, [1.0, 0.5])),
 )
 def test_a_scheduler_drives_both_networks(scheduler, base, layout, factor):
     model = mlp()

@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from dcl_optim.trial import accuracy, compare, overhead
 from dcl_optim.trial.comparison import Comparison
 from dcl_optim.trial.figure import COLORS, draw
 from dcl_optim.trial.paired import probability
-from tests.helpers import PATIENCE, assert_same
+from tests.helpers import PATIENCE, assert_same, sgd
 
 ROWS = ["plain", "DCP, line", "DCP, term", "DCL, line", "DCL, term"]
 SHORT = 0.05  # seconds
@@ -103,7 +102,7 @@ def test_the_slower_row_has_the_larger_ratio():
     """The companion computes a second forward and backward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     measured = overhead(model, optimizer, (torch.randn(256, 512), torch.arange(256) % 10), seconds=0.5)
     ratios = {row.name: row.ratio for row in measured.rows}
     assert 0.8 < ratios["DCP, line"] < ratios["DCL, line"]
@@ -133,7 +132,7 @@ def test_the_loss_gets_what_the_model_returned():
 
     torch.manual_seed(0)
     model = InDict()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     batch = torch.randn(16, 6), torch.arange(16) % 3
     found = overhead(
         model,
@@ -166,7 +165,7 @@ def test_wrong_arguments_are_named():
 def test_on_a_gpu():
     model, _, (x, y) = script()
     model = model.cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     measured = overhead(model, optimizer, (x.cuda(), y.cuda()), seconds=0.5)
     assert all(row.milliseconds > 0 for row in measured.rows)
     assert all(row.peak_bytes is not None and row.peak_bytes > row.state_bytes for row in measured.rows)
@@ -541,9 +540,9 @@ def test_the_plot_is_an_image_of_what_is_finite(tmp_path):
 def test_accuracy_is_measured_in_evaluation_mode_and_the_mode_comes_back():
     model, _, (x, y) = script()
     model.layers[2].eval()  # a frozen layer in a model that trains
-    before = everything(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y))
+    before = everything(model, sgd(model), (x, y))
     found = accuracy(model, [(x[:10], y[:10]), (x[10:], y[10:])])
-    after = everything(model, torch.optim.SGD(model.parameters(), lr=0.1), (x, y))
+    after = everything(model, sgd(model), (x, y))
     assert_same(after[4:6], before[4:6])
     assert_same(after[0], before[0])  # batch norm's statistics too
     model.eval()
@@ -675,13 +674,3 @@ def test_the_help_has_all_commands_and_a_misspelled_one_the_near_name(capsys):
 def test_the_demo_by_its_command(tmp_path, capsys):
     assert main(["demo", "--epochs", "1", "--seeds", "1", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("digits: 50 training images, 1 epochs, 1 seeds\n")
-
-
-@pytest.mark.example
-def test_the_example_is_a_script_of_ones_own():
-    script = Path(__file__).parents[2] / "examples" / "own_script.py"
-    done = run("compare", f"{script}:train", "--methods", "0", "1", "--seeds", "1")
-    assert done.returncode == 0, done.stderr
-    plain, penalized = (float(line.split()[1]) for line in done.stdout.splitlines()[2:4])
-    assert 60 < plain < penalized
-    assert run("overhead", f"{script}:make", "--seconds", "0.05").returncode == 0

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import Logits, assert_same
+from tests.helpers import Logits, assert_same, sgd
 from tests.reference import DISTANCES, EACH_WAY, dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
@@ -52,7 +52,7 @@ class Masked(nn.Module):
 
 
 def wrap(model, **options):
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    base = sgd(model)
     return DCPOptimizer(base, model, **{"num_classes": CLASSES, "weight": 0.7, "alpha": 0.6} | options)
 
 
@@ -94,7 +94,7 @@ def train_both(case):
     mask, number, way, options = case
     options = dict(options)
     model, theirs = Masked(mask, number, options.pop("adds", False)), Masked(mask)
-    optimizer, plain = wrap(model, **options), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    optimizer, plain = wrap(model, **options), sgd(theirs)
     distance = DISTANCES[options.get("distance", "mse")]
     known = {}
     settings = {"weight": 0.7, "alpha": 0.6, "numbers": None if "update" in options else {}}
@@ -118,7 +118,7 @@ def test_training_equals_the_reference(case):
 
 def of_two_classes(**options):
     model = Logits()
-    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    base = sgd(model, lr=0.0)
     return DCPOptimizer(base, model, **{"num_classes": 2, "weight": 1.0, "alpha": 1.0, "distance": "squared"} | options)
 
 
@@ -179,7 +179,7 @@ OPENED = pytest.mark.filterwarnings("ignore:the companion's logits are masked")
 
 def with_a_companion(number, adds=False, **options):
     model = Masked(opened_later, number, adds)
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    base = sgd(model)
     return DCLOptimizer(base, model, **{"weight": 0.7, "alpha": 0.6} | options, companion_fraction=1)
 
 
@@ -252,7 +252,7 @@ def two_of_six(step, x):
 def test_two_open_classes_are_read_from_the_first_batch_on(number):
     """As two classes are: split digits, tasks of two."""
     model, theirs = Masked(two_of_six, number), Masked(two_of_six)
-    optimizer, plain = wrap(model), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    optimizer, plain = wrap(model), sgd(theirs)
     known = {}
     settings = {"weight": 0.7, "alpha": 0.6, "numbers": {}}
     for x, y in batches():

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dcl_optim import AutoWeight, DCPOptimizer
 from dcl_optim.prototypes.labels import labels_of
 from dcl_optim.pytorch import synchronization
-from tests.helpers import Logits, assert_same, fit, huber, train
+from tests.helpers import Logits, assert_same, fit, huber, sgd, train
 from tests.reference import DISTANCES, dcp_step, prototypes_learn, prototypes_penalty
 from tests.reference import train as train_by
 
@@ -31,7 +31,7 @@ def network(seed=0, dtype=torch.float64):
 
 
 def wrap(model, lr=0.1, **options):
-    base = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    base = sgd(model, lr=lr)
     return DCPOptimizer(base, model, **{"num_classes": CLASSES, "weight": 1.0, "alpha": 0.6} | options)
 
 
@@ -82,7 +82,7 @@ def test_thirty_steps_equal_the_reference(reads, distance, update, alpha, monkey
         monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step == 1)
     model, theirs = network(), network()
     optimizer = wrap(model, weight=0.7, alpha=alpha, update=update, distance=distance)
-    plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
+    plain, known = sgd(theirs), {}
     settings = {"weight": 0.7, "alpha": alpha, "numbers": {} if update == "rows" else None}
     for x, y in batches(30):
         fit(optimizer, [(x, y)])
@@ -202,7 +202,7 @@ def mixtures(steps):
 def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
     monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: reads)
     model, theirs = network(), network()
-    optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    optimizer, plain = wrap(model, distance=distance), sgd(theirs)
     known = {}
     numbers = {}
     for x, shares in mixtures(30):
