@@ -23,6 +23,7 @@ from tests.helpers import (
     FEATURES,
     MODELS,
     assert_same,
+    assert_same_networks,
     batch_norm_net,
     batches,
     dropout_net,
@@ -81,8 +82,7 @@ def test_it_is_the_algorithm_on_the_drawn_rows(name, fraction, distance, is_copy
         reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, function, rows=rows)
         draw.end_step()
     assert torch.equal(drawn, torch.rand(2)), "the script's generator is where it was"
-    assert_same(model, hand, **CLOSE)
-    assert_same(optimizer.companion, companion, **CLOSE)
+    assert_same((model, optimizer.companion), (hand, companion), **CLOSE)
 
 
 @pytest.mark.parametrize("added", [False, True])
@@ -169,8 +169,7 @@ def test_a_run_is_resumed_bit_for_bit():
     for network, trained_by in ((model, optimizer), (again, other)):
         torch.manual_seed(3)
         train(network, trained_by, data[4:])
-    assert_same(again, model)
-    assert_same(other.companion, optimizer.companion)
+    assert_same_networks(other, optimizer)
     assert_same(other.state_dict(), optimizer.state_dict())
 
 

@@ -182,9 +182,7 @@ def test_a_base_is_copied_whatever_its_constructor_takes():
     fit(optimizer, batches(5))
     fit(other, batches(5))
     assert type(optimizer.companion_optimizer) is NeedsMore
-    assert_same(model, expected)
-    assert_same(optimizer.companion, other.companion)
-    assert_same(optimizer.companion_optimizer.state_dict(), other.companion_optimizer.state_dict())
+    assert_same_networks(optimizer, other)
 
 
 class OfAScript(torch.optim.Adam):
@@ -348,15 +346,14 @@ def test_the_companions_optimizer_begins_with_the_first_gradient_that_is_not_zer
             one.param_groups[0]["lr"] = rate
         z, c = hand(x), companion(x)
         hand.zero_grad()
-        (F.cross_entropy(z, y) + 0.1 * mse(z, c.detach()).mean()).backward()
+        (F.cross_entropy(z, y) + mse(z, c.detach()).mean()).backward()
         optimizers[0].step()
         companion.zero_grad()
         mse(c, c.detach() + 0.4 * (z - c).detach()).mean().backward()
         if number > still:
             optimizers[1].step()
         fit(optimizer, [(x, y)])
-    assert_same(model, hand, atol=1e-12)
-    assert_same(optimizer.companion, companion, atol=1e-12)
+    assert_same((model, optimizer.companion), (hand, companion), atol=1e-12)
     assert (optimizer.companion[0].weight - mlp()[0].weight).abs().max() < 0.1
 
 
@@ -427,8 +424,7 @@ def test_an_error_in_the_companions_step_has_a_note_with_the_fix_and_the_next_st
         fit(optimizer, batches(3, seed=9))
         optimizers.append(optimizer)
     failed, calm = optimizers
-    assert_same(failed.model, calm.model)
-    assert_same(failed.companion, calm.companion)
+    assert_same_networks(failed, calm)
 
 
 def test_the_companion_follows_a_learning_rate_that_becomes_a_tensor():

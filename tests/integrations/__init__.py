@@ -7,8 +7,8 @@ resumption is in tests/examples.
 |---|---|
 | the loop by hand | Lightning, Trainer, Accelerate, timm, torchvision, skorch, ignite, fastai, DeepSpeed |
 | a resumed run is the uninterrupted one | Lightning, Trainer, Accelerate, timm, Schedule-Free, DeepSpeed |
-| half precision | Trainer, Accelerate, timm's scaler, DeepSpeed |
-| two processes are one | Lightning, Accelerate, DeepSpeed |
+| half precision | Accelerate, timm's scaler, DeepSpeed |
+| two processes are one | Lightning, DeepSpeed |
 | schedulers drive both networks | timm, Lightning |
 | the term with mixed labels | timm |
 | logging | TensorBoard, Weights and Biases, Lightning, Trainer |

@@ -10,7 +10,17 @@ import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, fit, mlp, sgd, through_a_file
+from tests.helpers import (
+    CLASSES,
+    assert_same,
+    assert_same_networks,
+    batch_norm_net,
+    batches,
+    fit,
+    mlp,
+    sgd,
+    through_a_file,
+)
 from tests.reference import assert_same_training, by_hand, dcl_step, dcp_step, train_by_closures, wrap
 
 WEIGHT = 0.4
@@ -50,12 +60,10 @@ def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name
         for x, y in part:
             dcl_step(hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
         fit(optimizer, part)
-        assert_same(hand, model, atol=1e-8)
-        assert_same(companion, optimizer.companion, atol=1e-8)
+        assert_same((hand, companion), (model, optimizer.companion), atol=1e-8)
         at_y = copy.deepcopy(optimizer.companion)
         switch("eval", base, second, optimizer)
-        assert_same(hand, model, atol=1e-8)
-        assert_same(companion, optimizer.companion, atol=1e-8)
+        assert_same((hand, companion), (model, optimizer.companion), atol=1e-8)
     assert not torch.equal(at_y[0].weight, optimizer.companion[0].weight)
 
 
@@ -75,9 +83,7 @@ def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_b
     second.load_state_dict(state["optimizer"])
     second.train()
     fit(second, data[4:])
-    assert_same(model, resumed)
-    assert_same(optimizer.companion, second.companion)
-    assert_same(optimizer.companion_optimizer.state_dict(), second.companion_optimizer.state_dict())
+    assert_same_networks(optimizer, second)
 
 
 @PER_NAME

@@ -76,21 +76,6 @@ def test_sam_is_sam_with_the_penalty_in_both_gradients(variant, kind, loop, way)
     assert runs[0].logs()["step"] == 7
 
 
-@pytest.mark.parametrize("with_closure", [True, False])
-def test_sam_without_a_closure_says_so_and_its_own_two_steps_point_to_step(with_closure):
-    model = mlp()
-    optimizer = DCLOptimizer(sam(model), model, weight=1.0, companion_fraction=1)
-    x, y = next(batches(1))
-    F.cross_entropy(model(x), y).backward()
-    if with_closure:
-        for name in ("first_step", "second_step"):
-            with pytest.raises(AttributeError, match=rf"{name}.*step\(closure\)"):
-                getattr(optimizer, name)()
-    else:
-        with pytest.raises(pytorch_optimizer.base.exception.NoClosureError):
-            optimizer.step()
-
-
 # ---- the kin: θ as alone, ω from θ_t ---------------------------------------------------------------------------------
 
 

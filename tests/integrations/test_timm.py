@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import assert_same, cells, every, fit
+from tests.helpers import assert_same, assert_same_networks, cells, every, fit
 from tests.integrations.timm_models import CLASSES, MODELS, VIT, adamw, create, images
 from tests.reference import CLOSE, EACH, assert_same_training, by_hand, dcl_step, end, term_of, train_by_hand, wrap
 
@@ -62,8 +62,7 @@ def test_timms_scheduler_drives_both_networks_through_layer_decay():
         rates = [[group["lr"] for group in each.param_groups] for each in (base, optimizer)]
         assert rates[0] == rates[1]
         assert len(set(rates[1])) > 2
-    assert_same(by_hand, model, atol=1e-8)
-    assert_same(companion, optimizer.companion, atol=1e-8)
+    assert_same((by_hand, companion), (model, optimizer.companion), atol=1e-8)
 
 
 # ---- the training loop -----------------------------------------------------------------------------------------------
@@ -161,5 +160,4 @@ def test_timms_checkpoints_resume_bit_for_bit(tmp_path):
     assert timm.models.resume_checkpoint(resumed, path, second, its_scaler, log_info=False) == 1
     torch.manual_seed(6)
     run(resumed, second, its_scaler, data[3:])
-    assert_same(model, resumed)
-    assert_same(optimizer.companion, second.companion)
+    assert_same_networks(optimizer, second)

@@ -75,16 +75,14 @@ def loss_inside(model, batch, items):
     return model(**batch, num_items_in_batch=items).loss
 
 
-def repeat(model, optimizer, updates, *, loss_of=loss_inside, clip=None, scheduler=None, autocast=False):
+def repeat(model, optimizer, updates, *, loss_of=loss_inside, clip=None, scheduler=None):
     """Trainer's loop around an optimizer of ours."""
     scheduler = scheduler or get_constant_schedule(optimizer)
     model.train()
     for batches, state in updates:
         torch.set_rng_state(state)
         for batch in batches:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                loss = loss_of(model, batch, items_of(batches))
-            loss.backward()
+            loss_of(model, batch, items_of(batches)).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

@@ -93,8 +93,7 @@ def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
                 reference.dcl_step(theirs, companion, plain, second, x, y, F.cross_entropy, distances.squared, **METHOD)
             elif by == "detach":
                 train(theirs, plain, [(x, y)])
-    assert_same(model, theirs, **CLOSE)
-    assert_same(again.companion, companion, **CLOSE)
+    assert_same((model, again.companion), (theirs, companion), **CLOSE)
 
 
 # ---- steps without a batch -------------------------------------------------------------------------------------------

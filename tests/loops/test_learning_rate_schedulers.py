@@ -114,8 +114,7 @@ def test_a_scheduler_drives_both_networks(scheduler, base, layout, factor):
     momentum = "momentum" if base == "sgd" else "betas"
     for key in ("lr", momentum) if scheduler in CYCLES_MOMENTUM else ("lr",):
         assert len({options[-1][key] for options in theta}) > 1, f"{key} has to have moved"
-    assert_same(model, theirs, rtol=1e-10, atol=1e-12)
-    assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
+    assert_same((model, optimizer.companion), (theirs, companion), rtol=1e-10, atol=1e-12)
 
 
 def test_scheduler_of_the_base_built_before_it_was_wrapped():

@@ -178,7 +178,20 @@ def test_a_penalty_that_underflows_in_float16_is_scaled_first():
     assert optimizer.logs()["penalty"] > 0
 
 
-# ---- autocast's cache, and no autocast at all ------------------------------------------------------------------------
+# ---- the backward pass under autocast, and no autocast at all --------------------------------------------------------
+
+
+def test_the_companions_backward_is_outside_of_the_scripts_autocast():
+    """The model's backward pass is its own affair."""
+    ((x, y),), companions = data(1), []
+    for inside in (True, False):
+        optimizer = apart("dcl")
+        loss = F.cross_entropy(optimizer.model(x), y)
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+        optimizer.step()
+        companions.append(optimizer.companion)
+    assert_same(*companions)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

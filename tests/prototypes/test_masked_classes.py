@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import Logits, assert_same, sgd
+from tests.helpers import Logits, assert_same, assert_same_networks, sgd
 from tests.reference import DISTANCES, EACH_WAY, dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
@@ -237,8 +237,7 @@ def test_a_resumed_companion_masks_what_it_did():
     second.load_state_dict(first.state_dict())
     second.companion.step = 0
     train_on(second, data[20:], "line")
-    assert_same(second.model, whole.model)
-    assert_same(second.companion, whole.companion)
+    assert_same_networks(second, whole)
 
 
 # ---- what the line reads ---------------------------------------------------------------------------------------------
