@@ -192,8 +192,8 @@ def test_all_rows_are_no_part():
         torch.manual_seed(3)
         optimizer = wrap(dropout_net(), companion_fraction=fraction)
         fit(optimizer, batches(5))
-        found.append((optimizer.model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found)
+        found.append(optimizer)
+    assert_same_networks(*found)
 
 
 def train_rank(rank, folder):
@@ -221,50 +221,39 @@ def test_ranks_have_rows_of_their_own_and_one_companion(tmp_path):
 # ---- what is cut -----------------------------------------------------------------------------------------------------
 
 
+def logits_of(output):
+    return output["logits"] if isinstance(output, dict) else output
+
+
 class Calls(nn.Module):
-    """Notes how many rows its logits have in training mode."""
+    """Computes logits by its parts, and notes how many rows they have in training mode."""
 
-    def __init__(self):
+    def __init__(self, compute, **parts):
         super().__init__()
-        self.lengths = []
+        self.compute, self.lengths = compute, []
+        for name, part in parts.items():
+            self.add_module(name, part)
 
-    def noted(self, logits):
+    def forward(self, *inputs, **options):
+        output = self.compute(self, *inputs, **options)
         if self.training:
-            self.lengths.append(len(logits))
-        return logits
+            self.lengths.append(len(logits_of(output)))
+        return output
 
 
-class Pixels(Calls):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Conv2d(2, CLASSES, 3, padding=1)
-
-    def forward(self, x):
-        return self.noted(self.net(x))
+def pixels():
+    return Calls(lambda model, x: model.net(x), net=nn.Conv2d(2, CLASSES, 3, padding=1))
 
 
-class Tokens(Calls):
+def of_tokens(model, batch):
     """A text model: a dictionary of ids and mask, logits (rows, tokens, classes)."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, batch, scale=1.0, *, table=None):
-        h = self.embed(batch["ids"])
-        mean = (h * batch["mask"][..., None]).sum(1, keepdim=True) / batch["mask"].sum(1)[:, None, None]
-        return {"logits": self.noted(self.head(h + mean) * scale)}
+    h = model.embed(batch["ids"])
+    mean = (h * batch["mask"][..., None]).sum(1, keepdim=True) / batch["mask"].sum(1)[:, None, None]
+    return {"logits": model.head(h + mean)}
 
 
-class WithTable(Calls):
-    """Has the embeddings of the classes as an argument."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(FEATURES, 4)
-
-    def forward(self, x, *, table):
-        return self.noted(self.net(x) @ table.T)
+def tokens():
+    return Calls(of_tokens, embed=nn.Embedding(9, 8), head=nn.Linear(8, CLASSES))
 
 
 def images(number):
@@ -277,33 +266,27 @@ def sentences(number):
     return {"ids": torch.randint(9, (number, 4)), "mask": mask}, torch.randint(CLASSES, (number, 4))
 
 
-def logits_of(output):
-    return output["logits"] if isinstance(output, dict) else output
-
-
 @EACH_WAY
-@pytest.mark.parametrize(("build", "batch"), [(Pixels, images), (Tokens, sentences)])
+@pytest.mark.parametrize(("build", "batch"), [(pixels, images), (tokens, sentences)])
 def test_images_and_dictionaries_with_the_classes_last_are_cut(build, batch, way):
     torch.manual_seed(0)
     start, other = build().double(), build().double()
     data = [batch(number) for number in (8, 8, 12, 3)]
 
     def loss(z, y):
-        return F.cross_entropy(z if build is Pixels else z.movedim(-1, 1), y)
+        return F.cross_entropy(z if build is pixels else z.movedim(-1, 1), y)
 
     optimizer = reference.wrap("dcl", copy.deepcopy(start), companion=copy.deepcopy(other), companion_fraction=0.25)
     hand = HandDCL(copy.deepcopy(start), companion=copy.deepcopy(other), find=logits_of, fraction=0.25)
     for trained, by in ((optimizer, way), (hand, "term")):
         reference.train(trained, data, by, loss, lambda x, trained=trained: logits_of(trained.model(x)))
     assert optimizer.companion.lengths == [2, 2, 3, 2]
-    assert_same(optimizer.model.state_dict(), hand.model.state_dict(), **CLOSE)
-    assert_same(optimizer.companion.state_dict(), hand.companion.state_dict(), **CLOSE)
+    assert_same_training(optimizer, hand, **CLOSE)
 
 
 def test_a_table_is_not_cut_in_a_last_batch_of_as_many_rows():
     """What fits by chance is found each time that other arguments would be cut."""
-    torch.manual_seed(0)
-    model = WithTable().double()
+    model = Calls(lambda model, x, table: model.net(x) @ table.T, net=nn.Linear(FEATURES, 4)).double()
     optimizer = wrap(model, companion_fraction=0.5)
     table = torch.randn(CLASSES, 4).double()
 
@@ -362,99 +345,84 @@ def test_trying_leaves_no_trace():
 # ---- what is not cut -------------------------------------------------------------------------------------------------
 
 
-class TimeFirst(Calls):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(FEATURES, 8), nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        return self.noted(self.head(self.lstm(x)[0][-1]))
+def recurrent(compute):
+    return Calls(compute, lstm=nn.LSTM(FEATURES, 8), head=nn.Linear(8, CLASSES))
 
 
-class AllTimes(TimeFirst):
+def time_first():
+    return recurrent(lambda model, x: model.head(model.lstm(x)[0][-1]))
+
+
+def all_times():
     """Gives logits with the time first, which are no rows by themselves."""
-
-    def forward(self, x):
-        return self.noted(self.head(self.lstm(x)[0]))
+    return recurrent(lambda model, x: model.head(model.lstm(x)[0]))
 
 
-class OfLists(Calls):
-    def __init__(self):
-        super().__init__()
-        self.net = mlp().float()
-
-    def forward(self, images):
-        return self.noted(torch.stack([self.net(image).mean(0) for image in images]))
+def packed():
+    return recurrent(lambda model, batch: model.head(model.lstm(batch)[1][0][-1]))
 
 
-class Graph(Calls):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+def of_lists():
+    def compute(model, images):
+        return torch.stack([model.net(image).mean(0) for image in images])
 
-    def forward(self, x, edges):
-        self.has_left = getattr(self, "has_left", False) or bool(edges.max() >= len(x))
-        h = self.first(x)
-        return self.noted(self.second(h.index_add(0, edges[1], h[edges[0]])))
+    return Calls(compute, net=mlp().float())
 
 
-class Masked(Calls):
+def of_neighbors(model, x, edges):
+    model.has_left = getattr(model, "has_left", False) or bool(edges.max() >= len(x))
+    h = model.first(x)
+    return model.second(h.index_add(0, edges[1], h[edges[0]]))
+
+
+def graph():
+    return Calls(of_neighbors, first=nn.Linear(FEATURES, 8), second=nn.Linear(8, CLASSES))
+
+
+def masked():
     """A mask of the tokens, of which there are as many as rows."""
 
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Linear(1, CLASSES)
+    def compute(model, batch):
+        return model.net((batch["x"] * batch["mask"]).mean(1, keepdim=True))
 
-    def forward(self, batch):
-        return self.noted(self.net((batch["x"] * batch["mask"]).mean(1, keepdim=True)))
+    return Calls(compute, net=nn.Linear(1, CLASSES))
 
 
-class BatchStatistics(Calls):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.BatchNorm1d(FEATURES, track_running_stats=False), nn.Linear(FEATURES, CLASSES))
-
-    def forward(self, x):
-        return self.noted(self.net(x))
+def batch_statistics():
+    norm = nn.BatchNorm1d(FEATURES, track_running_stats=False)
+    return Calls(lambda model, x: model.head(model.norm(x)), norm=norm, head=nn.Linear(FEATURES, CLASSES))
 
 
-class Padded(TimeFirst):
-    def forward(self, batch):
-        return self.noted(self.head(self.lstm(batch)[1][0][-1]))
-
-
-class TrainsOnly(OfLists):
+def trains_only():
     """Raises in evaluation mode."""
 
-    def forward(self, x):
-        assert self.training
-        return self.noted(self.net(x))
+    def compute(model, x):
+        assert model.training
+        return model.net(x)
+
+    return Calls(compute, net=mlp().float())
 
 
 N = 6
 NOT_CUT = {
-    "time first": (TimeFirst, lambda: (torch.randn(5, N, FEATURES),), (N,)),
-    "as many times as rows": (TimeFirst, lambda: (torch.randn(N, N, FEATURES),), (N,)),
-    "logits with the time first": (AllTimes, lambda: (torch.randn(N, 3, FEATURES),), (N, 3)),
-    "list of images": (OfLists, lambda: ([torch.randn(2 + row % 2, FEATURES) for row in range(N)],), (N,)),
-    "as many lines as images": (OfLists, lambda: ([torch.randn(N, FEATURES) for row in range(N)],), (N,)),
-    "graph": (Graph, lambda: (torch.randn(N, FEATURES), torch.randint(N, (2, 9))), (N,)),
-    "mask": (Masked, lambda: ({"x": torch.randn(N, N), "mask": torch.rand(N)},), (N,)),
-    "mask of ones": (Masked, lambda: ({"x": torch.randn(N, N), "mask": torch.ones(N)},), (N,)),
-    "batch statistics": (BatchStatistics, lambda: (torch.randn(N, FEATURES),), (N,)),
-    "packed": (
-        Padded,
-        lambda: (pack_padded_sequence(torch.randn(4, N, FEATURES), torch.tensor([4, 3, 3, 2, 2, 1])),),
-        (N,),
-    ),
-    "no evaluation": (TrainsOnly, lambda: (torch.randn(N, FEATURES),), (N,)),
+    "time first": (time_first, lambda: [torch.randn(5, N, FEATURES)]),
+    "as many times as rows": (time_first, lambda: [torch.randn(N, N, FEATURES)]),
+    "logits with the time first": (all_times, lambda: [torch.randn(N, 3, FEATURES)]),
+    "list of images": (of_lists, lambda: [[torch.randn(2 + row % 2, FEATURES) for row in range(N)]]),
+    "as many lines as images": (of_lists, lambda: [[torch.randn(N, FEATURES) for row in range(N)]]),
+    "graph": (graph, lambda: [torch.randn(N, FEATURES), torch.randint(N, (2, 9))]),
+    "mask": (masked, lambda: [{"x": torch.randn(N, N), "mask": torch.rand(N)}]),
+    "mask of ones": (masked, lambda: [{"x": torch.randn(N, N), "mask": torch.ones(N)}]),
+    "batch statistics": (batch_statistics, lambda: [torch.randn(N, FEATURES)]),
+    "packed": (packed, lambda: [pack_padded_sequence(torch.randn(4, N, FEATURES), torch.tensor([4, 3, 3, 2, 2, 1]))]),
+    "no evaluation": (trains_only, lambda: [torch.randn(N, FEATURES)]),
 }
 
 
 @pytest.mark.parametrize("name", NOT_CUT)
 def test_what_cannot_be_cut_runs_whole_with_one_warning_that_says_what_it_costs(name):
     """Bit for bit as with a fraction of 1."""
-    build, make, shape = NOT_CUT[name]
+    build, make = NOT_CUT[name]
     found = []
     for fraction in (1.0, 0.5):
         torch.manual_seed(0)
@@ -463,13 +431,13 @@ def test_what_cannot_be_cut_runs_whole_with_one_warning_that_says_what_it_costs(
         expects = nullcontext() if fraction == 1 else pytest.warns(UserWarning, match="about twice as long as plain")
         with expects as caught:
             for _ in range(4):
-                arguments, y = make(), torch.randint(CLASSES, shape)
                 optimizer.zero_grad()
-                F.cross_entropy(model(*arguments).flatten(0, -2), y.flatten()).backward()
+                z = model(*make()).flatten(0, -2)
+                F.cross_entropy(z, torch.randint(CLASSES, z.shape[:1])).backward()
                 optimizer.step()
         assert fraction == 1 or len(caught) == 1
         assert optimizer.companion.lengths == [N] * 4
         has_left = getattr(optimizer.companion, "has_left", False)
         assert not has_left, "an index out of range ends a process with a GPU"
-        found.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*found)
+        found.append(optimizer)
+    assert_same_networks(*found)

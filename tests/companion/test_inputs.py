@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dcl_optim import distances
 from tests import reference
-from tests.helpers import FEATURES, assert_same, batches, fit, mlp, one, sgd, wrap
+from tests.helpers import FEATURES, assert_same, assert_same_networks, batches, fit, mlp, one, sgd, wrap
 from tests.reference import train_by_hand
 
 DATA = list(batches(5))
@@ -234,9 +234,8 @@ def test_what_the_forward_takes_out_of_its_batch_is_there_for_the_companion():
             model({"labels": y, "inputs": [x]})["loss"].backward()
             optimizer.step()
         assert optimizer.logs()["penalty"] > 0
-        found.append((model, optimizer.companion))
-    assert_same(found[0][0], found[1][0])
-    assert_same(found[0][1], found[1][1])
+        found.append(optimizer)
+    assert_same_networks(*found)
 
 
 def test_an_input_that_is_refilled_before_the_backward_pass_is_the_companions_as_it_was():

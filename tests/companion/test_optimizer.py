@@ -12,6 +12,7 @@ from torch import nn
 
 from dcl_optim.distances import mse
 from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, fit, mlp, sgd, train, wrap
+from tests.reference import assert_same_training
 
 # ---- how it is built -------------------------------------------------------------------------------------------------
 
@@ -140,9 +141,8 @@ def test_the_optimizers_that_a_base_holds_follow_its_schedule_in_the_companion_t
         for batch in batches(10):
             fit(optimizer, [batch])
             scheduler.step()
-        runs.append((model, optimizer.companion))
-    assert_same(runs[0][0], runs[1][0])
-    assert_same(runs[0][1], runs[1][1])
+        runs.append(optimizer)
+    assert_same_training(*runs)
 
 
 @pytest.mark.parametrize("kept_as", ["muon", "list", "dictionary"])
@@ -389,8 +389,8 @@ def test_sparse_gradients_train_as_dense_ones():
                 (F.cross_entropy(model(rows), labels) / 2).backward()
             assert optimizer.companion[0].weight.grad.is_sparse == sparse
             optimizer.step()
-        runs.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*runs, rtol=1e-12, atol=1e-14)
+        runs.append(optimizer)
+    assert_same_training(*runs, rtol=1e-12, atol=1e-14)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
