@@ -35,6 +35,7 @@ from dcl_optim.progress import Forward
 
 CLASSES, FEATURES = 5, 6
 PATIENCE = 300.0  # seconds after which what has not come never will: no machine is that slow
+needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 SHARDS_ON_CPU = hasattr(torch.cpu.Stream(), "record_event")  # FSDP2 asks for it, torch 2.6 has it on accelerators only
 
 
@@ -223,6 +224,13 @@ NoGuards = type("NoGuards", (), dict.fromkeys(_METHODS, _do_nothing))  # for dcl
 
 # The ranks fork from a server that has these imported, which takes 3 s, and has run nothing.
 multiprocessing.set_forkserver_preload(["tests.helpers", "torch._dynamo"])
+
+
+def same_on_both(folder: Path, name: str) -> Any:
+    """What two ranks have written, which has to be the same."""
+    first, second = (torch.load(folder / f"{name} {rank}.pt", weights_only=True) for rank in (0, 1))
+    assert_same(first, second)
+    return first
 
 
 def on_two_ranks(function: Callable[..., None], folder: Path, *args: Any) -> None:

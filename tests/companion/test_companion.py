@@ -22,7 +22,7 @@ from tests.helpers import (
     sgd,
     wrap,
 )
-from tests.reference import train_by_hand
+from tests.reference import NEAR, train_by_hand
 
 DATA = list(batches(5))
 
@@ -44,7 +44,7 @@ def test_the_companions_backward_runs_when_the_models_has_ended():
     loss.backward()
     assert logits[0]() is None
     for ours, expected in zip(optimizer.companion.parameters(), companion.parameters(), strict=True):
-        assert_same(ours.grad, expected.grad, rtol=1e-10, atol=1e-13)
+        assert_same(ours.grad, expected.grad, **NEAR)
     optimizer.step()
     assert all(parameter.grad is None for parameter in optimizer.companion.parameters())
 
@@ -71,7 +71,7 @@ def test_another_architecture_equals_the_loop_written_out():
     hand = train_by_hand(
         mlp(), lambda network: sgd(network, lr=0.05 if network is companion else 0.1), batches(20), companion
     )
-    assert_same((model, optimizer.companion), hand, rtol=1e-9, atol=1e-10)
+    assert_same((model, optimizer.companion), hand, **NEAR)
 
 
 # ---- random draws ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -30,14 +29,14 @@ from tests.helpers import (
     fit,
     huber,
     mlp,
+    needs_gloo,
     on_two_ranks,
     sgd,
     train,
     wrap,
 )
-from tests.reference import EACH_WAY, DrawnRows, HandDCL, assert_same_training, term_of
+from tests.reference import EACH_WAY, NEAR, DrawnRows, HandDCL, assert_same_training, term_of
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 SIZES = (16, 16, 16, 7, 16, 5, 4, 3, 2, 16)  # last batches, of which two rows or all are left
 
 
@@ -82,14 +81,13 @@ def test_it_is_the_algorithm_on_the_drawn_rows(name, fraction, distance, is_copy
         reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, function, rows=rows)
         draw.end_step()
     assert torch.equal(drawn, torch.rand(2)), "the script's generator is where it was"
-    assert_same((model, optimizer.companion), (hand, companion), **CLOSE)
+    assert_same((model, optimizer.companion), (hand, companion), **NEAR)
 
 
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("distance", ["squared", "mse", "l1"])
 def test_over_all_draws_the_mean_is_that_of_all_rows(distance, added):
     """Of the gradient of 4 images of 3 pixels, of which 2 are drawn."""
-    torch.manual_seed(0)
     z, c, other = torch.randn(3, 4, CLASSES, 3).double().mul(4)
     function = distances.DISTANCES[distance]
 
@@ -124,7 +122,7 @@ def test_micro_batches_have_rows_of_their_own(build, fraction, way):
                 z = trained.model(x[rows])
                 (factor * (F.cross_entropy(z, y[rows]) + term(z, y[rows]))).backward()
             trained.step()
-    assert_same_training(optimizer, hand, **CLOSE)
+    assert_same_training(optimizer, hand, **NEAR)
 
 
 def test_the_rows_of_micro_batches_differ_and_in_the_end_all_are_seen():
@@ -213,7 +211,7 @@ def train_rank(rank, folder):
     assert set((companion.weight != before).any(0).nonzero().flatten().tolist()) == drawn
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+@needs_gloo
 def test_ranks_have_rows_of_their_own_and_one_companion(tmp_path):
     on_two_ranks(train_rank, tmp_path)
 
@@ -269,7 +267,6 @@ def sentences(number):
 @EACH_WAY
 @pytest.mark.parametrize(("build", "batch"), [(pixels, images), (tokens, sentences)])
 def test_images_and_dictionaries_with_the_classes_last_are_cut(build, batch, way):
-    torch.manual_seed(0)
     start, other = build().double(), build().double()
     data = [batch(number) for number in (8, 8, 12, 3)]
 
@@ -281,7 +278,7 @@ def test_images_and_dictionaries_with_the_classes_last_are_cut(build, batch, way
     for trained, by in ((optimizer, way), (hand, "term")):
         reference.train(trained, data, by, loss, lambda x, trained=trained: logits_of(trained.model(x)))
     assert optimizer.companion.lengths == [2, 2, 3, 2]
-    assert_same_training(optimizer, hand, **CLOSE)
+    assert_same_training(optimizer, hand, **NEAR)
 
 
 def test_a_table_is_not_cut_in_a_last_batch_of_as_many_rows():

@@ -100,7 +100,6 @@ def test_parameters_in_float32_are_stepped_themselves_and_those_in_half_precisio
 
 
 def test_rows_of_an_embedding_without_a_gradient_are_left():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.EmbeddingBag(10, FEATURES, sparse=True), nn.Linear(FEATURES, CLASSES)).to(HALF)
     companion = copy.deepcopy(model)
     companion[0].weight.data += 1.0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dcl_optim import distances
 from tests import reference
 from tests.helpers import FEATURES, assert_same, assert_same_networks, batches, fit, mlp, one, sgd, wrap
-from tests.reference import train_by_hand
+from tests.reference import NEAR, train_by_hand
 
 DATA = list(batches(5))
 
@@ -97,7 +97,7 @@ def test_of_what_is_not_looked_into_there_is_a_shallow_copy(pack):
     assert first_of(theirs) is first_of([given])
     fit(optimizer, [([pack(x)], y) for x, y in DATA])
     hand = train_by_hand(mlp(), sgd, DATA)
-    assert_same((model.net, optimizer.companion.net), hand, rtol=1e-10, atol=1e-12)
+    assert_same((model.net, optimizer.companion.net), hand, **NEAR)
 
 
 def test_a_graph_inside_what_is_not_looked_into_is_refused_at_the_first_prediction():
@@ -174,8 +174,8 @@ def test_a_forward_may_write_its_logits_into_its_input(kind, place):
         F.cross_entropy(logits_of(output), y).backward()
         optimizer.step()
         reference.dcl_step(hand, companion, base, second, x, y, F.cross_entropy, distances.mse)
-    assert_same(model.net, hand, rtol=1e-10, atol=1e-12)
-    assert_same(optimizer.companion.net, companion, rtol=1e-10, atol=1e-12)
+    assert_same(model.net, hand, **NEAR)
+    assert_same(optimizer.companion.net, companion, **NEAR)
 
 
 def test_what_cannot_be_copied_is_handed_on_itself():

@@ -5,12 +5,11 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.pytorch.synchronization import SYNC_INTERVAL
-from tests.helpers import assert_same, backward, batches, fit, mlp, train
+from tests.helpers import assert_same, backward, batches, fit, mlp, needs_gloo, same_on_both, train
 
 NAN, INF = float("nan"), float("inf")
 COPIED = "weights are not finite.*it is copied from the model again"
@@ -138,7 +137,7 @@ def one_rank_meets_it(rank, step):
     return [parameter.detach() for parameter in optimizer.companion.parameters()]
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+@needs_gloo
 @pytest.mark.parametrize("step", STEPS)
 def test_a_rank_whose_batch_is_not_finite_leaves_the_others_in_step(step, ranks):
-    assert_same(*(torch.load(ranks / f"{step} {rank}.pt") for rank in (0, 1)))
+    same_on_both(ranks, step)

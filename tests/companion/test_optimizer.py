@@ -12,7 +12,7 @@ from torch import nn
 
 from dcl_optim.distances import mse
 from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, fit, mlp, sgd, train, wrap
-from tests.reference import assert_same_training
+from tests.reference import CLOSE, assert_same_training
 
 # ---- how it is built -------------------------------------------------------------------------------------------------
 
@@ -390,7 +390,7 @@ def test_sparse_gradients_train_as_dense_ones():
             assert optimizer.companion[0].weight.grad.is_sparse == sparse
             optimizer.step()
         runs.append(optimizer)
-    assert_same_training(*runs, rtol=1e-12, atol=1e-14)
+    assert_same_training(*runs, **CLOSE)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers import assert_same, batches, mlp, sgd, wrap
+from tests.reference import NEAR
 
 
 def loss_by_the_line(optimizer, x, y):
@@ -56,7 +57,7 @@ def test_companion_learns_the_mean_weighted_by_the_factors_of_the_losses(loss, f
             for one in losses:
                 one.backward()
         optimizer.step()
-        assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
+        assert_same(optimizer.companion, companion, **NEAR)
 
 
 def test_a_batch_whose_loss_counts_for_nothing_teaches_nothing():

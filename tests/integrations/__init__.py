@@ -14,11 +14,13 @@ resumption is in tests/examples.
 | logging | TensorBoard, Weights and Biases, Lightning, Trainer |
 """
 
+import pytest
 import torch
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 
 METHODS = ("dcl", "dcp")
+EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 
 
 def wrap(method, base, model, **settings):

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers import assert_same, batches, dropout_net, every, mlp
-from tests.integrations import METHODS, differ, wrap
+from tests.integrations import EACH_METHOD, METHODS, differ, wrap
 from tests.integrations.conftest import forget
 from tests.reference import learned, term_of
 
@@ -147,7 +147,7 @@ def test_bfloat16_is_the_loop_by_hand_under_autocast(method, parts, wrapped_afte
     assert_same([*learned(half).values()], [*learned(full).values()], atol=5e-2)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@EACH_METHOD
 def test_an_epoch_that_is_cut_in_two_by_save_state_goes_on_to_the_last_bit(method, tmp_path):
     """Shuffled, with dropout, a schedule and accumulation; the second half in what could be another process."""
 

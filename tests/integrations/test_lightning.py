@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.helpers import assert_same, linear_growth, running_average
-from tests.integrations import METHODS, differ
+from tests.integrations import EACH_METHOD, differ
 from tests.integrations.lightning_modules import (
     BATCHES,
     QUIET,
@@ -41,7 +41,7 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@EACH_METHOD
 @pytest.mark.parametrize("loop", LOOPS)
 def test_automatic_optimization_is_the_hand_written_loop_bit_for_bit(loop, method):
     of_trainer, of_module, of_hand = LOOPS[loop]

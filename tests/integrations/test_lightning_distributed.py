@@ -9,6 +9,7 @@ import torch
 from tests.helpers import assert_same, mlp
 from tests.integrations import differ
 from tests.integrations.lightning_modules import CallsItself, by_hand, loader, quiet_trainer
+from tests.reference import NEAR
 
 
 class Halves(CallsItself):
@@ -36,7 +37,7 @@ def test_two_processes_are_one_with_the_whole_batch(wrapped, ranks):
     assert_same(first, second)
     net = mlp()
     expected = by_hand("dcl", net)
-    assert_same(first["net"], net.state_dict(), rtol=1e-9, atol=1e-12)
+    assert_same(first["net"], net.state_dict(), **NEAR)
     companion = {name.removeprefix("net."): value for name, value in first["companion"].items()}
-    assert_same(companion, expected.companion.state_dict(), rtol=1e-9, atol=1e-12)
+    assert_same(companion, expected.companion.state_dict(), **NEAR)
     assert differ(expected.companion, net)

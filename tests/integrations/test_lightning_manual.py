@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.helpers import assert_same, assert_same_networks
-from tests.integrations import METHODS, wrap
+from tests.integrations import EACH_METHOD, wrap
 from tests.integrations.lightning_modules import QUIET, Classifier, by_hand, fit, loader, network
 
 pytestmark = QUIET
@@ -48,7 +48,7 @@ class Accumulates(Manual):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@EACH_METHOD
 @pytest.mark.parametrize("written", [Manual, WithClosure, Accumulates])
 def test_manual_optimization_is_the_hand_written_loop(method, written):
     hand = {"accumulate": 3} if written is Accumulates else {}

@@ -19,7 +19,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from dcl_optim import DCPOptimizer
 from tests.helpers import assert_same, every
-from tests.integrations import METHODS
+from tests.integrations import EACH_METHOD, METHODS
 from tests.integrations.huggingface import (
     LENGTH,
     WORDS,
@@ -109,7 +109,7 @@ def with_term(optimizer, loss_of):
     return WithTerm
 
 
-@pytest.mark.parametrize("method", METHODS)
+@EACH_METHOD
 def test_a_compiled_model_hides_its_own_loss_from_the_line_and_trains_by_the_term(method, tmp_path):
     """In a graph that holds both, nothing sees the gradient that the loss sends to the logits."""
     torch._dynamo.reset()
@@ -146,7 +146,7 @@ def smoothed(model, batch, items):
     return LabelSmoother(0.1)(output, batch["labels"], num_items_in_batch=items)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@EACH_METHOD
 def test_a_loss_that_trainer_computes_is_the_hand_written_loop(method, tmp_path):
     """Trainer takes the labels away from the model."""
     model, optimizer, expected, second = pair(method, lambda: text_classifier(classes=6), weight=2.0)

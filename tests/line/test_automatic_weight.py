@@ -11,11 +11,10 @@ from torch import nn
 from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import assert_same, sgd
-from tests.reference import dcp_step
+from tests.reference import NEAR, dcp_step
 
 CLASSES, FEATURES, ROWS = 4, 6, 12
 KEY = "dcl_optim.DCPOptimizer"
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 RULE = AutoWeight(floor=0.05, power=2.0, classes=CLASSES)  # which moves in the first steps already
 
 
@@ -94,8 +93,8 @@ def test_training_equals_a_loop_by_hand(accumulate, update, rule):
         counted = numbers if update == "rows" else None
         dcp_step(theirs, prototypes, plain, x, y, F.cross_entropy, mse, weight=weight, alpha=0.97, numbers=counted)
     assert accuracy > 0.8
-    assert_same(model, theirs, **CLOSE)
-    assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), **CLOSE)
+    assert_same(model, theirs, **NEAR)
+    assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), **NEAR)
     assert_same(fit_of(optimizer), torch.tensor([right, labelled], dtype=torch.float64), rtol=1e-12)
     logs = optimizer.logs()
     assert logs["train_accuracy"] == pytest.approx(right / labelled, rel=1e-12)

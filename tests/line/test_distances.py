@@ -13,7 +13,7 @@ from dcl_optim.penalty.distances import DISTANCES, companion_target
 from dcl_optim.penalty.pull import pull_of, pull_towards_target
 from dcl_optim.pytorch.internals import constant
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, huber, mlp, one, sgd
-from tests.reference import EACH, EACH_WAY, VARIANTS, assert_same_training, term_of, wrap
+from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, assert_same_training, term_of, wrap
 
 INF, NAN = float("inf"), float("nan")
 LOG_3 = math.log(3.0)
@@ -160,7 +160,7 @@ def test_the_gradient_towards_the_target_is_that_of_the_distance_to_it(name, alp
     leaf = c.clone().requires_grad_()
     function(leaf, alpha * c + (1 - alpha) * z).mean().backward()
     found = pull_towards_target(function, z, c, by_rows(function, z, c), alpha)
-    assert_same(gradient_of(found), leaf.grad, rtol=1e-12, atol=1e-14)
+    assert_same(gradient_of(found), leaf.grad, **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
@@ -342,7 +342,7 @@ def test_a_batch_without_rows_beside_others_changes_nothing(variant, way, distan
                 loss_by(way, optimizer, model(x), y).backward()
             optimizer.step()
         found.append(optimizer)
-    assert_same_training(*found, rtol=1e-12, atol=1e-13)
+    assert_same_training(*found, **CLOSE)
 
 
 @EACH_WAY

@@ -23,6 +23,7 @@ from tests.helpers import (
     through_a_file,
     training_forwards,
 )
+from tests.reference import NEAR
 
 KINDS = [DCLOptimizer, DCPOptimizer]
 
@@ -74,7 +75,7 @@ def test_replicas_inside_the_wrapped_model_are_trained(replicas, kind):
         optimizer = kind(sgd(model), model, weight=1.0)
         fit(optimizer, batches(5))
         assert optimizer.logs()["penalty"] > 0
-    assert_same(*models, rtol=1e-9, atol=1e-12)
+    assert_same(*models, **NEAR)
 
 
 # ---- copies and pickles of a wrapped module --------------------------------------------------------------------------

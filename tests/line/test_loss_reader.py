@@ -24,7 +24,7 @@ from dcl_optim.progress import Forward
 from dcl_optim.pytorch import synchronization
 from tests.adversary.fitting import Training, run
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, mlp, one, sgd, train, training_forwards
-from tests.reference import EACH, EACH_WAY, assert_same_training, learned, wrap
+from tests.reference import CLOSE, EACH, EACH_WAY, NEAR, assert_same_training, learned, wrap
 from tests.reference import train as train_by
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -240,7 +240,6 @@ def certain():
 @EACH
 def test_after_20_batches_that_tell_nothing_the_loss_is_refused(variant):
     """Among which gradients that are zero or not finite are not."""
-    torch.manual_seed(0)
     model, data = one_row_of_two_classes()
     optimizer = wrap(variant, model, sgd(model, lr=0.0))
     for factor in (0.0, torch.inf):
@@ -261,7 +260,6 @@ def test_after_20_batches_that_tell_nothing_the_loss_is_refused(variant):
 @pytest.mark.parametrize(("script", "silent"), [(a_prior, 0), (certain, 19)])
 def test_a_model_that_is_certain_of_every_row_is_read_with_one_warning(script, silent, variant):
     """From the 20th batch on, if what is left of its rows is below the rounding of float32."""
-    torch.manual_seed(0)
     model, data = script()
     optimizer = wrap(variant, model, sgd(model, lr=0.0))
     with warnings.catch_warnings(record=True) as caught:
@@ -280,7 +278,6 @@ def test_a_model_that_is_certain_of_every_row_is_read_with_one_warning(script, s
 @pytest.mark.guard
 @pytest.mark.parametrize("loss", [weighted, mixed])
 def test_other_losses_of_a_model_that_is_certain_of_every_row_are_refused_at_the_20th_batch(loss):
-    torch.manual_seed(0)
     model, data = a_prior()
     optimizer = wrap("dcp", model, sgd(model, lr=0.0))
     fit(optimizer, data[:19], loss)
@@ -289,7 +286,6 @@ def test_other_losses_of_a_model_that_is_certain_of_every_row_are_refused_at_the
 
 
 def test_a_reader_without_its_guard_counts_what_it_does_not_read():
-    torch.manual_seed(0)
     reader = LossReader(reads_labels=True)
     for number, (loss, form, unread) in enumerate(
         [(weighted, None, Unread.FACTORS), (squares, None, Unread.SUMS), (F.cross_entropy, Form(0.0), None)]
@@ -341,7 +337,6 @@ def test_labels_and_factor_of_every_batch_are_read_until_the_model_fits(name):
 
 @EACH
 def test_batches_that_tell_nothing_are_left_out_until_one_tells_the_form(variant):
-    torch.manual_seed(0)
     model, data = certain()
     optimizer = wrap(variant, model, sgd(model, lr=0.0))
     fit(optimizer, data[:10], lambda z, y: F.cross_entropy(z, y) / 8)
@@ -521,7 +516,7 @@ def test_dcl_finds_the_dimension_of_the_classes_which_its_term_then_takes(distan
             loss.backward()
             optimizer.step()
         found.append(optimizer)
-    assert_same_training(*found, rtol=1e-12, atol=1e-12)
+    assert_same_training(*found, **CLOSE)
 
 
 @pytest.mark.parametrize("first", ["ignored", "not finite"])
@@ -635,7 +630,7 @@ def test_without_synchronization_a_training_is_the_same(name, variant):
         fit(optimizer, data[:2], script.loss)
         (train_silently if silent else train)(model, optimizer, data[2:], script.loss)
         results.append((model.state_dict(), learned(optimizer), optimizer.state_dict()["state"]))
-    assert_same(*results, rtol=1e-9, atol=1e-11)
+    assert_same(*results, **NEAR)
 
 
 @pytest.mark.parametrize(("variant", "options"), [("dcp", {}), ("dcl", {"distance": "kl"})])
@@ -678,7 +673,7 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
         if variant == "dcl":  # the companion's momentum moves on where the step did not wait
             first, second = first[:5], second[:5]
     assert first[:-1] == pytest.approx(second[:-1], rel=1e-9, nan_ok=True)
-    assert_same(first[-1:], second[-1:], rtol=1e-9, atol=1e-11)
+    assert_same(first[-1:], second[-1:], **NEAR)
 
 
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty")

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.pytorch.outputs import conversion_source, find_logits
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, mlp, one, sgd, wrap
+from tests.reference import NEAR
 from tests.reference import train as train_by
 
 # ---- logits that were converted --------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ def test_the_models_own_loss_in_any_form_of_output(form):
         assert optimizer.logs()["loss_scale"] == pytest.approx(0.25)
         optimizer.step()
         fit(reference, [(x, y)], lambda z, y: 0.25 * F.cross_entropy(z, y))
-    assert_same(model.body, expected, rtol=1e-10, atol=1e-12)
+    assert_same(model.body, expected, **NEAR)
 
 
 # ---- which of several tensors are the logits ------------------------------------------------------------------------

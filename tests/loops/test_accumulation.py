@@ -4,7 +4,7 @@ import pytest
 import torch.nn.functional as F
 
 from tests.helpers import assert_same, batches, mlp, one
-from tests.reference import EACH, EACH_WAY, assert_same_training, by_hand, term_of, train, wrap
+from tests.reference import EACH, EACH_WAY, NEAR, assert_same_training, by_hand, term_of, train, wrap
 
 
 @pytest.mark.parametrize("names_inputs", [False, True])
@@ -26,7 +26,7 @@ def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(var
             assert optimizer.logs()["loss_scale"] == pytest.approx(share)
         optimizer.step()
         train(hand, [(x, y)], loss=F.cross_entropy)
-    assert_same_training(optimizer, hand, rtol=1e-10, atol=1e-10)
+    assert_same_training(optimizer, hand, **NEAR)
 
 
 @EACH

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dcl_optim import DCLOptimizer
 from tests.helpers import assert_same, assert_same_networks, backward, batches, mlp, one, sgd
-from tests.reference import EACH, assert_same_training, by_hand, train_by_closures, wrap
+from tests.reference import EACH, NEAR, assert_same_training, by_hand, train_by_closures, wrap
 
 STEPS = 6
 
@@ -33,7 +33,7 @@ def test_lbfgs_minimizes_the_sum_and_the_first_evaluation_is_learned_from(varian
     runs = with_lbfgs(variant), by_hand(variant, model, lbfgs(model))
     for trained in runs:
         train_by_closures(trained, batches(STEPS), F.multi_margin_loss)
-    assert_same_training(*runs, rtol=1e-10, atol=1e-10)  # the line search divides by small differences
+    assert_same_training(*runs, **NEAR)  # the line search divides by small differences
 
 
 def test_lbfgs_with_a_closure_that_returns_a_number():

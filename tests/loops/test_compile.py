@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import Network, assert_same, batch_norm_net, batches, cells, dropout_net, sgd, train
-from tests.reference import CLOSE, EACH, assert_same_training, term_of, wrap
+from tests.reference import CLOSE, EACH, NEAR, assert_same_training, term_of, wrap
 from tests.reference import train as train_by_term
 
 pytestmark = pytest.mark.filterwarnings(
@@ -58,7 +57,7 @@ def compiled(order, weight=1.0, **options):
         call = nn.DataParallel(call)  # without a GPU it calls the module inside
     if order in ("outer module wrapped", "parallel around compiled"):
         wrapped = call
-    optimizer = DCLOptimizer(base, wrapped, weight=weight, companion_fraction=1)
+    optimizer = wrap("dcl", wrapped, base, weight=weight)
     if order == "compiled after":
         call = torch.compile(model, **options)
     elif order == "compiled in place":
@@ -83,7 +82,7 @@ def network_of(call):
 def test_compiled_equals_eager_in_whole_graphs_where_the_model_is_one(order):
     """The hooks of a class of the script's own run outside of the graph."""
     whole = order in ("compiled before", "compiled after", "outer module wrapped")
-    assert_same(trained(order, backend="aot_eager", fullgraph=whole), trained("eager"), rtol=1e-10, atol=1e-12)
+    assert_same(trained(order, backend="aot_eager", fullgraph=whole), trained("eager"), **NEAR)
 
 
 @pytest.mark.parametrize("order", cells(ORDERS[:-1], "compiled after", "compiled in place"))
@@ -104,7 +103,7 @@ def test_a_copy_with_a_compiled_model_is_regularized():
     twin_call, twin = copy.deepcopy((call, optimizer))
     for model, trained_by in ((call, optimizer), (twin_call, twin)):
         train(model, trained_by, batches(3, seed=2))
-    assert_same(network_of(twin_call), network_of(call), rtol=1e-10, atol=1e-12)
+    assert_same(network_of(twin_call), network_of(call), **NEAR)
     assert twin.logs()["penalty"] == pytest.approx(optimizer.logs()["penalty"])
 
 
@@ -115,7 +114,7 @@ def test_inductor_with_zero_weight_equals_plain_training_of_the_compiled_model(m
     train(call, optimizer, batches(4))
     plain = Network(batch_norm_net())
     train(torch.compile(plain, mode=mode), sgd(plain), batches(4))
-    assert_same(network_of(call), plain, rtol=1e-12, atol=1e-14)
+    assert_same(network_of(call), plain, **CLOSE)
 
 
 def test_wrapped_after_the_first_compiled_call():
@@ -125,9 +124,9 @@ def test_wrapped_after_the_first_compiled_call():
     expected = Network(batch_norm_net())
     expected.load_state_dict(model.state_dict())
     for network, called in ((model, call), (expected, expected)):
-        optimizer = DCLOptimizer(sgd(network), network, weight=1.0, companion_fraction=1)
+        optimizer = wrap("dcl", network)
         train(called, optimizer, batches(3))
-    assert_same(model, expected, rtol=1e-10, atol=1e-12)
+    assert_same(model, expected, **NEAR)
 
 
 @pytest.mark.parametrize("first_call", [False, True])
@@ -137,7 +136,7 @@ def test_a_bare_sequential_has_its_hooks_in_the_graph_and_never_trains_unregular
     x, y = next(iter(batches(1)))
     if first_call:
         call(x)
-    optimizer = DCLOptimizer(sgd(model), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap("dcl", model)
     with pytest.raises(Exception, match=r"Hook.__call__|it was compiled and called before it was wrapped"):
         train(call, optimizer, [(x, y)])
 
@@ -146,14 +145,14 @@ def test_a_compiled_loss_function():
     backend = Backend()
     models = Network(batch_norm_net()), Network(batch_norm_net())
     for model in models:
-        optimizer = DCLOptimizer(sgd(model), model, weight=1.0, companion_fraction=1)
+        optimizer = wrap("dcl", model)
         loss_of = lambda x, y, model=model: F.cross_entropy(model(x), y)  # noqa: E731
         function = torch.compile(loss_of, backend=backend) if model is models[0] else loss_of
         for x, y in batches(3):
             optimizer.zero_grad()
             function(x, y).backward()
             optimizer.step()
-    assert_same(*models, rtol=1e-10, atol=1e-12)
+    assert_same(*models, **NEAR)
     assert backend.runs >= 3
 
 

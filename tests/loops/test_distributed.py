@@ -14,13 +14,12 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, fit, mlp
-from tests.reference import EACH, VARIANTS, by_hand, learned, term_of, wrap
+from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, fit, mlp, needs_gloo, same_on_both
+from tests.reference import EACH, NEAR, VARIANTS, by_hand, learned, term_of, wrap
 from tests.reference import train as train_by_term
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+pytestmark = needs_gloo
 STEPS = 8
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def snapshot(model, optimizer):
@@ -115,9 +114,8 @@ def trained_alone(variant):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_ranks_equal_one_process_on_the_joint_batch(case, ranks):
-    first, second = (torch.load(ranks / f"{case} {rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
-    assert_same(first, trained_alone(case[0]), **CLOSE)
+    first = same_on_both(ranks, case)
+    assert_same(first, trained_alone(case[0]), **NEAR)
 
 
 class Branches(nn.Module):
@@ -152,7 +150,7 @@ def test_ranks_that_use_other_layers_have_one_companion(ranks):
         optimizer.step()
     for rank in (0, 1):
         trained = torch.load(ranks / f"branch {rank}.pt", weights_only=True)
-        assert_same(trained, snapshot(model, optimizer), **CLOSE)
+        assert_same(trained, snapshot(model, optimizer), **NEAR)
 
 
 def trained_after_an_empty_batch_on_rank_1(rank):
@@ -169,8 +167,7 @@ def trained_after_an_empty_batch_on_rank_1(rank):
 
 
 def test_a_rank_that_reads_no_label_in_the_first_step_learns_the_number_of_classes(ranks):
-    first, second = (torch.load(ranks / f"empty {rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
+    first = same_on_both(ranks, "empty")
     assert first["forecaster"]["values"].shape == (CLASSES, CLASSES)
 
 
@@ -292,7 +289,7 @@ def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cel
     found = [torch.load(ranks / f"{cell.__name__} {variant} {rank}.pt", weights_only=True) for rank in range(PARTS)]
     one_model, one_forecaster = GROUPS[cell]
     for (*part, said), hand in zip(found, trained_by_hand(variant, one_model, one_forecaster), strict=True):
-        assert_same(part, [*hand], **CLOSE)
+        assert_same(part, [*hand], **NEAR)
         assert len(said) == (cell in UNKNOWN), "said once, at the first forward pass"
         assert all("has 2 ranks" in text and "process_group=torch.distributed.group.WORLD" in text for text in said)
     if one_forecaster:
@@ -365,10 +362,10 @@ def with_zero_redundancy(rank, folder, variant):
 
 def test_zero_redundancy_optimizer_as_base(ranks):
     runs = {name: torch.load(ranks / f"zero {name}.pt", weights_only=True) for name in VARIANTS}
-    assert_same(runs["dcp"], trained_alone("dcp"), **CLOSE)
+    assert_same(runs["dcp"], trained_alone("dcp"), **NEAR)
     joint = trained_alone("dcl")
-    assert_same(runs["dcl"]["model"], joint["model"], **CLOSE)
-    assert_same(runs["dcl"]["forecaster"]["model"], joint["forecaster"]["model"], **CLOSE)  # its optimizer is sharded
+    assert_same(runs["dcl"]["model"], joint["model"], **NEAR)
+    assert_same(runs["dcl"]["forecaster"]["model"], joint["forecaster"]["model"], **NEAR)  # its optimizer is sharded
 
 
 def companion_of_other_buffers(rank):
@@ -383,8 +380,7 @@ def companion_of_other_buffers(rank):
 
 
 def test_the_companions_start_from_rank_0s_weights_and_buffers(ranks):
-    first, second = (torch.load(ranks / f"buffers {rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
+    first = same_on_both(ranks, "buffers")
     assert_same(first["1.running_mean"], torch.ones(12, dtype=torch.float64))
 
 

@@ -5,7 +5,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, fit, mlp, sgd, train
+from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, fit, mlp, needs_gloo, sgd, train
 from tests.reference import train as train_by
 
 pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+    needs_gloo,
     pytest.mark.skipif(not SHARDS_ON_CPU, reason="needs a torch whose FSDP2 runs on the CPU"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler, swa_utils
 
 from dcl_optim import distances
 from tests.helpers import assert_same, batches, every, fit, mlp, wrap
-from tests.reference import dcl_step
+from tests.reference import NEAR, dcl_step
 
 STEPS = 12
 LOSSES = (3.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0.5)  # for the scheduler that looks at them
@@ -114,7 +114,7 @@ def test_a_scheduler_drives_both_networks(scheduler, base, layout, factor):
     momentum = "momentum" if base == "sgd" else "betas"
     for key in ("lr", momentum) if scheduler in CYCLES_MOMENTUM else ("lr",):
         assert len({options[-1][key] for options in theta}) > 1, f"{key} has to have moved"
-    assert_same((model, optimizer.companion), (theirs, companion), rtol=1e-10, atol=1e-12)
+    assert_same((model, optimizer.companion), (theirs, companion), **NEAR)
 
 
 def test_scheduler_of_the_base_built_before_it_was_wrapped():

@@ -13,12 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from tests.helpers import SHARDS_ON_CPU, assert_same, batches, fit, mlp, on_ranks, sgd
+from tests.helpers import SHARDS_ON_CPU, assert_same, batches, fit, mlp, needs_gloo, on_ranks, sgd
 from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, learned, term_of, wrap
 from tests.reference import train as train_by
 
 pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+    needs_gloo,
     pytest.mark.skipif(not SHARDS_ON_CPU, reason="needs a torch whose FSDP2 runs on the CPU"),
 ]
 STEPS = 5

@@ -21,9 +21,9 @@ from tests.helpers import (
     train,
 )
 from tests.project.test_public_api import documented
+from tests.reference import NEAR
 
 WEIGHT, ALPHA = 0.7, 0.9
-CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def wrapped(model, **options):
@@ -64,8 +64,8 @@ def test_it_is_mean_teacher(build):
     torch.manual_seed(1)
     for x, y in batches(20):
         mean_teacher_step(theirs, teacher, plain, x, y)
-    assert_same(model, theirs, **CLOSE)
-    assert_same(optimizer.teacher, teacher, **CLOSE)
+    assert_same(model, theirs, **NEAR)
+    assert_same(optimizer.teacher, teacher, **NEAR)
 
 
 def test_by_default_the_teacher_is_the_mean_of_all_weights_so_far():
@@ -76,7 +76,7 @@ def test_by_default_the_teacher_is_the_mean_of_all_weights_so_far():
         train(model, optimizer, [batch])
         seen.append(copy.deepcopy(model.state_dict()))
     for name, average in optimizer.teacher.state_dict().items():
-        torch.testing.assert_close(average, torch.stack([state[name] for state in seen]).mean(0), **CLOSE)
+        torch.testing.assert_close(average, torch.stack([state[name] for state in seen]).mean(0), **NEAR)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one():

@@ -100,7 +100,6 @@ def test_the_table_has_times_ratios_and_bytes(capsys):
 
 def test_the_slower_row_has_the_larger_ratio():
     """The companion computes a second forward and backward pass."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 10))
     optimizer = sgd(model)
     measured = overhead(model, optimizer, (torch.randn(256, 512), torch.arange(256) % 10), seconds=0.5)

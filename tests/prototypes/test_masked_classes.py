@@ -7,10 +7,9 @@ from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import Logits, assert_same, assert_same_networks, sgd
-from tests.reference import DISTANCES, EACH_WAY, dcp_step
+from tests.reference import DISTANCES, EACH_WAY, NEAR, dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 INF = float("inf")
 LOWEST = torch.finfo(torch.float64).min
 
@@ -108,9 +107,9 @@ def train_both(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join([case[0].__name__, *map(str, case[1:])]))
 def test_training_equals_the_reference(case):
     optimizer, theirs, known = train_both(case)
-    assert_same(optimizer.model, theirs, **CLOSE)
+    assert_same(optimizer.model, theirs, **NEAR)
     for k, prototype in known.items():
-        assert_same(optimizer.prototypes[k], prototype, **CLOSE)
+        assert_same(optimizer.prototypes[k], prototype, **NEAR)
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def test_a_class_that_the_companion_masks_is_left_out_as_with_minus_infinity(num
         found.append((penalties, optimizer.model, optimizer.companion))
     assert max(found[0][0]) < 20
     for first, second in zip(*found, strict=True):
-        assert_same(first, second, **CLOSE)
+        assert_same(first, second, **NEAR)
 
 
 def test_other_masks_in_the_companion_are_said_once_with_the_fix_which_works():
@@ -258,4 +257,4 @@ def test_two_open_classes_are_read_from_the_first_batch_on(number):
         take_step(optimizer, x, y % 2)
         dcp_step(theirs, known, plain, x, y % 2, F.cross_entropy, DISTANCES["mse"], **settings)
     assert optimizer.logs()["skipped"] == 0
-    assert_same(optimizer.model, theirs, **CLOSE)
+    assert_same(optimizer.model, theirs, **NEAR)

@@ -15,13 +15,12 @@ from torch.utils._pytree import tree_leaves
 from dcl_optim import AutoWeight, DCPOptimizer
 from dcl_optim.prototypes.labels import labels_of
 from dcl_optim.pytorch import synchronization
-from tests.helpers import Logits, assert_same, fit, huber, sgd, train
-from tests.reference import DISTANCES, dcp_step, prototypes_learn, prototypes_penalty
+from tests.helpers import Logits, assert_same, fit, huber, needs_gloo, same_on_both, sgd, train
+from tests.reference import DISTANCES, NEAR, dcp_step, prototypes_learn, prototypes_penalty
 from tests.reference import train as train_by
 
 CLASSES, FEATURES, ROWS = 12, 5, 8  # fewer rows than classes
 KEY = "dcl_optim.DCPOptimizer"
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 NAN, INF = float("nan"), float("inf")
 
 
@@ -88,8 +87,8 @@ def test_thirty_steps_equal_the_reference(reads, distance, update, alpha, monkey
         fit(optimizer, [(x, y)])
         dcp_step(theirs, known, plain, x, y, F.cross_entropy, FUNCTIONS[distance], **settings)
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
-    assert_same(model, theirs, **CLOSE)
-    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
+    assert_same(model, theirs, **NEAR)
+    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **NEAR)
 
 
 # ---- steps that learn from no row ------------------------------------------------------------------------------------
@@ -131,7 +130,7 @@ def test_a_step_that_learns_from_no_row_ages_all_prototypes(reads, loss_of, upda
             loss_of(optimizer, torch.randn(4, CLASSES).double(), SOME[1]).backward()
             optimizer.model.zero.grad.zero_()
             optimizer.step()
-            assert_same(optimizer.prototypes, means, **CLOSE)
+            assert_same(optimizer.prototypes, means, **NEAR)
             numbers *= alpha
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         z = torch.randn(len(y), CLASSES).double()
@@ -145,8 +144,8 @@ def test_a_step_that_learns_from_no_row_ages_all_prototypes(reads, loss_of, upda
             count = len(mine) if update == "rows" else 1 - alpha * float(numbers[k])
             numbers[k] = alpha * numbers[k] + count
             means[k] += count / numbers[k] * (mine.mean(0) - means[k])
-        assert_same(optimizer.prototypes, means, **CLOSE)
-        assert_same(optimizer.state_dict()[KEY]["forecaster"]["numbers"], numbers, **CLOSE)
+        assert_same(optimizer.prototypes, means, **NEAR)
+        assert_same(optimizer.state_dict()[KEY]["forecaster"]["numbers"], numbers, **NEAR)
 
 
 # ---- ignored rows ----------------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ def test_rows_that_the_loss_ignores_count_for_nothing(distance, ignored, by_term
             penalties.append(optimizer.logs()["penalty"])
         results.append((model.state_dict(), optimizer.prototypes, optimizer.forecaster.seen, torch.tensor(penalties)))
         assert optimizer.penalty(model(x), torch.full_like(y, -100)) == 0
-    assert_same(*results, **CLOSE)
+    assert_same(*results, **NEAR)
     assert results[0][3][-1] > 0
 
 
@@ -213,8 +212,8 @@ def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
         plain.step()
         prototypes_learn(z.detach(), shares, known, 0.6, numbers)
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
-    assert_same(model, theirs, **CLOSE)
-    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
+    assert_same(model, theirs, **NEAR)
+    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **NEAR)
 
 
 def test_soft_labels_by_hand():
@@ -379,9 +378,6 @@ def test_a_step_passes_over_the_prototypes_of_its_own_classes_only():
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
-needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-
-
 def part_of(rank, x, y, cut=ROWS // 2):
     """By label, so that most classes are absent on one rank."""
     order = torch.argsort(y, stable=True)
@@ -466,17 +462,11 @@ def worker(rank, folder):
         torch.save(trained_where_one_rank_meets_nan(rank), folder / f"nan {rank}.pt")
 
 
-def same_on_both(ranks, name):
-    first, second = (torch.load(ranks / f"{name} {rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
-    return first
-
-
 @needs_gloo
 @pytest.mark.parametrize("case", JOINT)
 def test_both_ranks_hold_the_same_bits_and_what_one_process_has_on_the_joint_batch(case, ranks):
     found = same_on_both(ranks, case.__name__)
-    assert_same(found, case(), **CLOSE)
+    assert_same(found, case(), **NEAR)
     assert found["seen"].sum() > CLASSES // 2
 
 
