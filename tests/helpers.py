@@ -214,6 +214,12 @@ def through_a_file(saved: Any, weights_only: bool = True) -> Any:
     return torch.load(file, weights_only=weights_only)
 
 
+def resume(again: Any, optimizer: Any) -> None:
+    """Load the model and the state of an optimizer into another one and its model."""
+    again.model.load_state_dict(optimizer.model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
 def _do_nothing(*arguments: Any) -> None:
     """Stand for each method of the guards."""
 

@@ -31,6 +31,7 @@ from tests.helpers import (
     mlp,
     needs_gloo,
     on_two_ranks,
+    resume,
     sgd,
     train,
     wrap,
@@ -162,8 +163,7 @@ def test_a_run_is_resumed_bit_for_bit():
     skip(model, optimizer)
     again, other = built(9)
     train(again, other, data[:1])
-    again.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resume(other, optimizer)
     for network, trained_by in ((model, optimizer), (again, other)):
         torch.manual_seed(3)
         train(network, trained_by, data[4:])

@@ -327,9 +327,7 @@ def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces)
     model = Keeping()
     optimizer = wrap(model)
     for x, y in batches(6):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        fit(optimizer, [(x, y)])
         if replaces:
             model.kept = []
         else:

@@ -11,7 +11,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim.distances import mse
-from tests.helpers import CLASSES, FEATURES, assert_same, assert_same_networks, batches, fit, mlp, sgd, train, wrap
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    assert_same_networks,
+    batches,
+    fit,
+    mlp,
+    resume,
+    sgd,
+    train,
+    wrap,
+)
 from tests.reference import CLOSE, assert_same_training
 
 # ---- how it is built -------------------------------------------------------------------------------------------------
@@ -366,8 +378,7 @@ def test_a_companions_optimizer_that_has_begun_steps_with_gradients_of_zero_also
     )
     data = list(batches(7))
     train(model, optimizer, data[:3])
-    resumed.load_state_dict(model.state_dict())
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resume(second, optimizer)
     before = copy.deepcopy(optimizer.companion)
     train(model, optimizer, data[3:])
     train(resumed, second, data[3:])

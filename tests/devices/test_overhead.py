@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCPOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -29,10 +29,6 @@ from tests.helpers import (
     wrap,
 )
 from tests.reference import train, train_by_closures
-
-
-def dcl(model, **options):
-    return DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
 
 
 def dcp(model, **options):
@@ -59,7 +55,7 @@ def by_term(optimizer, x, y):
 
 
 LOOPS = {"plain": plain, "closure": closed, "accumulation": accumulated, "term": by_term}
-WRAPPERS = {"DCL": dcl, "DCP": dcp}
+WRAPPERS = {"DCL": wrap, "DCP": dcp}
 
 
 # ---- Python per layer ------------------------------------------------------------------------------------------------
@@ -99,11 +95,11 @@ def in_groups(layers):
 
 
 SCENARIOS = {
-    "DCL": (lambda layers: dcl(Deep(layers)), plain),
+    "DCL": (lambda layers: wrap(Deep(layers)), plain),
     "DCL, two groups": (in_groups, plain),
-    "DCL, half the rows": (lambda layers: dcl(Deep(layers), companion_fraction=0.5), plain),
+    "DCL, half the rows": (lambda layers: wrap(Deep(layers), companion_fraction=0.5), plain),
     "DCL, frozen layers shared": (head_only, plain),
-    "DCL, float16": (lambda layers: dcl(Deep(layers).half()), plain),
+    "DCL, float16": (lambda layers: wrap(Deep(layers).half()), plain),
     "DCP, term": (lambda layers: dcp(Deep(layers)), by_term),
 }
 LINES = 4  # of Python for a parameter, in a step; torch's own zero_grad has more
@@ -134,7 +130,7 @@ def test_a_step_does_little_python_for_more_layers(scenario):
 
 def test_a_step_of_several_processes_does_little_python_for_more_layers():
     with two_processes():
-        assert_nearly_flat(lambda layers: dcl(Deep(layers), process_group=dist.group.WORLD), plain)
+        assert_nearly_flat(lambda layers: wrap(Deep(layers), process_group=dist.group.WORLD), plain)
 
 
 def test_the_count_sees_a_loop_over_parameters():
@@ -148,7 +144,7 @@ def test_the_count_sees_a_loop_over_parameters():
                 shapes.append(shape)
             return output
 
-        return work_of_a_step(dcl(model, logits=logits), plain).total()
+        return work_of_a_step(wrap(model, logits=logits), plain).total()
 
     assert work(20) - work(2) > LINES * 2 * 18
 
@@ -253,7 +249,7 @@ def test_a_batch_takes_its_memory_along_with_the_scripts_variables(wrapper, hook
 
 def test_the_companions_activations_end_with_the_step_though_the_output_is_kept():
     model, (x, y) = Small(torch.float64), one()
-    optimizer, activations = dcl(model), []
+    optimizer, activations = wrap(model), []
     optimizer.companion[0].register_forward_hook(
         lambda module, inputs, output: activations.append(StorageWeakRef(output.untyped_storage()))
     )

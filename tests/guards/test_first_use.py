@@ -7,11 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import assert_same, backward, batches, mlp, one, sgd, train
 from tests.reference import EACH, train_by_closures, wrap
-
-WRAPPERS = [DCLOptimizer, DCPOptimizer]
 
 
 def is_short(message):
@@ -23,11 +20,11 @@ def is_short(message):
 
 
 @pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrapper, to_none):
+@EACH
+def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(variant, to_none):
     model = mlp()
     base = sgd(model)
-    optimizer = wrapper(base, model)
+    optimizer = wrap(variant, model, base)
 
     def step():
         base.zero_grad(to_none)
@@ -37,7 +34,7 @@ def test_two_steps_of_the_base_itself_are_an_error_in_the_next_forward_pass(wrap
     step()
     step()
     before = copy.deepcopy(model.state_dict())
-    message = rf"twice.*{wrapper.__name__}.*SGD was stepped.*\n  Fix: .*step\(\)"
+    message = rf"twice.*{type(optimizer).__name__}.*SGD was stepped.*\n  Fix: .*step\(\)"
     with pytest.raises(RuntimeError, match=message) as caught:
         step()
     assert_same(model.state_dict(), before)
@@ -97,10 +94,10 @@ def other_logits(model, optimizer):
         (other_logits, "gradient did not come through.*logits=.*optimizer.penalty"),
     ],
 )
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_step_without_a_regularized_gradient_says_what_was_seen(wrapper, misuse, cause):
+@EACH
+def test_a_step_without_a_regularized_gradient_says_what_was_seen(variant, misuse, cause):
     model = mlp()
-    optimizer = wrapper(sgd(model), model)
+    optimizer = wrap(variant, model)
     with pytest.raises(RuntimeError, match=rf"(?s)no backward.*training forward.*{cause}") as caught:
         misuse(model, optimizer)
     assert len(str(caught.value).splitlines()) == 3

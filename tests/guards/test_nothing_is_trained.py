@@ -7,17 +7,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import backward, batches, fit, mlp, one, sgd, train
 from tests.reference import EACH, term_of, wrap
 
 
-@pytest.mark.parametrize("wrapper", [DCLOptimizer, DCPOptimizer])
-def test_a_wrapper_that_is_not_kept_is_said_once(wrapper):
+@EACH
+def test_a_wrapper_that_is_not_kept_is_said_once(variant):
     """A pass in evaluation mode before the training, or without gradients, says nothing."""
     model = mlp()
     base = sgd(model)
-    wrapper(base, model)
+    wrap(variant, model, base)
     model.eval()(one()[0])
     model.train()
     with warnings.catch_warnings(record=True) as caught:

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, mlp, one, sgd
-from tests.reference import wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, mlp, one
+from tests.reference import EACH, wrap
 
 
 class Returning(nn.Module):
@@ -64,10 +63,10 @@ def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_
     assert_same([*model.parameters()], before)
 
 
-@pytest.mark.parametrize("kind", [DCPOptimizer, DCLOptimizer])
-def test_nested_logits_are_refused_with_what_to_return_instead(kind):
+@EACH
+def test_nested_logits_are_refused_with_what_to_return_instead(variant):
     model = mlp(dtype=torch.float32)
-    optimizer, x = kind(sgd(model), model), torch.randn(8, FEATURES)
+    optimizer, x = wrap(variant, model), torch.randn(8, FEATURES)
     y = torch.arange(8) % CLASSES
     nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
 

@@ -4,27 +4,24 @@ import pytest
 import torch
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import batches, fit, mlp, sgd, train
-from tests.reference import wrap
-
-WRAPPERS = [DCLOptimizer, DCPOptimizer]
+from tests.helpers import batches, fit, mlp, train
+from tests.reference import EACH, wrap
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_softmax_layer_before_cross_entropy_is_said_once(wrapper):
+@EACH
+def test_a_softmax_layer_before_cross_entropy_is_said_once(variant):
     model = mlp().append(nn.Softmax(1))
-    optimizer = wrapper(sgd(model), model)
+    optimizer = wrap(variant, model)
     with pytest.warns(UserWarning, match=r"probabilities.*softmax.*\n  Fix: .*See docs/troubleshooting\.md") as caught:
         fit(optimizer, batches(3))
     assert len(caught) == 1
 
 
 @pytest.mark.parametrize("last", [nn.LogSoftmax(1), nn.Sigmoid(), nn.ReLU()])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_other_layers_before_it_are_not(wrapper, last):
+@EACH
+def test_other_layers_before_it_are_not(variant, last):
     model = mlp().append(last)
-    train(model, wrapper(sgd(model), model), batches(3))
+    train(model, wrap(variant, model), batches(3))
 
 
 def test_probabilities_in_the_term_of_dcl_are_said_once():

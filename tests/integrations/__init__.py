@@ -35,3 +35,10 @@ def wrap(method, base, model, **settings):
 def differ(first, second):
     """Whether any weight differs."""
     return any(not torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def in_training_mode(optimizer):
+    """Schedule-Free optimizers have modes."""
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer

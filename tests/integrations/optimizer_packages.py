@@ -30,6 +30,7 @@ import torch
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import batches, mlp, train
+from tests.integrations import in_training_mode
 from tests.reference import train_by_hand
 
 STEPS = 14
@@ -93,12 +94,6 @@ def optimizers_of(package):
 
 def network(dtype=torch.float32):
     return mlp(width=64, dtype=dtype)
-
-
-def in_training_mode(optimizer):
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    return optimizer
 
 
 def trained(make, wrap, dtype=torch.float32):

@@ -5,9 +5,8 @@ from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from tests.helpers import assert_same, batches, mlp, on_ranks, wrap
+from tests.helpers import assert_same, batches, fit, mlp, on_ranks, wrap
 from tests.reference import EACH_WAY
 
 # Not imported here: its globals, and those of Accelerate with it, would be those of all tests.
@@ -101,9 +100,7 @@ def test_a_companion_needs_stage_0_in_float32(way, found):
     base = torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": biases}], lr=0.2, momentum=0.9)
     optimizer = wrap(model, base, weight=0.5, alpha=0.9)
     for x, y in batches(STEPS, dtype=torch.float32):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        fit(optimizer, [(x, y)])
     run = found[f"0 fp32 dcl {way}"]
     assert_same(run["weights"], torch.cat([p.detach().flatten() for p in model.parameters()]), **CLOSE)
     assert_same(run["companion"], dict(optimizer.companion.state_dict()), **CLOSE)

@@ -62,18 +62,17 @@ def test_manual_optimization_is_the_hand_written_loop(method, written):
 # Lightning's shell makes itself a subclass of the optimizer's class: our methods then run with the shell as `self`.
 
 
-@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("when", ["before the forward", "after the forward"])
-def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnings_shell(to_none, when):
+def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnings_shell(when):
     class Skips(Manual):
         def training_step(self, batch, batch_idx):
             x, y = batch
             optimizer = self.optimizers()
             if when == "before the forward":
-                optimizer.zero_grad(set_to_none=to_none)
+                optimizer.zero_grad()
             loss = self.criterion(self.net(x), y)
             if when == "after the forward":
-                optimizer.zero_grad(set_to_none=to_none)
+                optimizer.zero_grad()
             self.manual_backward(loss)
             if batch_idx % 3 != 1:
                 optimizer.step()

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from pytorch_optimizer.base.exception import NoClosureError
 
 from tests.helpers import assert_same, assert_same_networks, batches, cells, fit, mlp, sgd, through_a_file, train, wrap
+from tests.integrations import in_training_mode
 from tests.reference import train_by_hand
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
@@ -66,12 +67,6 @@ def build(name, model):
     if name == "ranger21":
         return optimizer_class(model.parameters(), num_iterations=12)
     return optimizer_class(model.parameters())
-
-
-def in_training_mode(optimizer):
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    return optimizer
 
 
 def is_moved(network, by=0.0):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCPOptimizer
 from dcl_optim.pytorch.hooks import Hook, _do_nothing
 from tests.helpers import (
     Network,
@@ -23,10 +23,7 @@ from tests.helpers import (
     through_a_file,
     training_forwards,
 )
-from tests.reference import NEAR
-
-KINDS = [DCLOptimizer, DCPOptimizer]
-
+from tests.reference import EACH, NEAR, wrap
 
 # ---- nn.DataParallel around the model --------------------------------------------------------------------------------
 
@@ -43,12 +40,12 @@ def replicas(monkeypatch):
     return lambda model: nn.parallel.replicate(model, [0, 1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH
 @pytest.mark.guard
-def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, kind):
+def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, variant):
     """One of them got the penalty, at random: the others' forward passes were lost."""
     model = Network()
-    optimizer = kind(sgd(model), model)
+    optimizer = wrap(variant, model)
     x, y = one()
     fit(optimizer, batches(2))
     before = copy.deepcopy(optimizer.state_dict())
@@ -62,8 +59,8 @@ def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, kin
     fit(optimizer, [(x, y)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replicas_inside_the_wrapped_model_are_trained(replicas, kind):
+@EACH
+def test_replicas_inside_the_wrapped_model_are_trained(replicas, variant):
     """As nn.DataParallel's, if that is what was wrapped: equal to the model alone."""
 
     class Parallel(Network):
@@ -72,7 +69,7 @@ def test_replicas_inside_the_wrapped_model_are_trained(replicas, kind):
 
     models = [Parallel(), Network()]
     for model in models:
-        optimizer = kind(sgd(model), model, weight=1.0)
+        optimizer = wrap(variant, model, weight=1.0)
         fit(optimizer, batches(5))
         assert optimizer.logs()["penalty"] > 0
     assert_same(*models, **NEAR)
@@ -173,12 +170,12 @@ EXPORTS = {
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=[pytest.mark.integration] if "onnx" in form else []) for form in EXPORTS]
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_export_in_training_mode_is_the_models_and_no_training_forward(kind, form):
+@EACH
+def test_an_export_in_training_mode_is_the_models_and_no_training_forward(variant, form):
     results = []
     for exported in (False, True):
         model = Network()
-        optimizer = kind(sgd(model), model)
+        optimizer = wrap(variant, model)
         fit(optimizer, batches(2))
         if exported:
             x, forwards = one()[0], training_forwards(optimizer)

@@ -158,9 +158,5 @@ def test_what_cannot_be_logits_is_named(form):
     make, message = WRONG[form]
     with pytest.raises(TypeError, match=message):
         find_logits(make(torch.zeros(2, CLASSES).double()))
-
-
-@pytest.mark.parametrize("chosen", [lambda z: z.mean(), lambda z: torch.complex(z, z), lambda z: z.argmax(1), tuple])
-def test_what_logits_returns_is_checked(chosen):
-    with pytest.raises(TypeError, match=r"shape \(\)|complex|torch\.int64|no logits found"):
-        find_logits(torch.zeros(2, CLASSES), chosen)
+    with pytest.raises(TypeError, match=r"shape \(\)|of torch\.(complex|int|bool)|no logits found"):
+        find_logits(torch.zeros(2, CLASSES), make)

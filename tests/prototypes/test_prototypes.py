@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from dcl_optim import AutoWeight, DCPOptimizer
 from dcl_optim.prototypes.labels import labels_of
 from dcl_optim.pytorch import synchronization
-from tests.helpers import Logits, assert_same, fit, huber, needs_gloo, same_on_both, sgd, train
+from tests.helpers import Logits, assert_same, fit, huber, needs_gloo, resume, same_on_both, sgd, train
 from tests.reference import DISTANCES, NEAR, dcp_step, prototypes_learn, prototypes_penalty
 from tests.reference import train as train_by
 
@@ -498,8 +498,7 @@ def test_prototypes_have_the_dtype_of_the_logits_also_after_resuming(first_param
     model, optimizer = build()
     train(model, optimizer, batches(3))
     again, second = build()
-    again.load_state_dict(model.state_dict())
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resume(second, optimizer)
     assert second.prototypes.dtype == torch.float64
     for network_, stepped in ((model, optimizer), (again, second)):
         train(network_, stepped, batches(3, seed=2))

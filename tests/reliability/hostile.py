@@ -4,8 +4,8 @@ import io
 
 import torch
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import batches, mlp
+from tests.helpers import batches, fit, mlp
+from tests.reference import wrap
 
 VARIANTS = ("dcl", "dcp")
 # What is put in place of each part of a state in turn.
@@ -18,16 +18,9 @@ class Training:
     """A model and its optimizer after some steps."""
 
     def __init__(self, variant, steps, **options):
-        self.model, self.criterion = mlp(), torch.nn.CrossEntropyLoss()
-        base = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        if variant == "dcl":
-            self.optimizer = DCLOptimizer(base, self.model, **options, companion_fraction=1)
-        else:
-            self.optimizer = DCPOptimizer(base, self.model, **options)
-        for x, y in batches(steps):
-            self.optimizer.zero_grad()
-            self.criterion(self.model(x), y).backward()
-            self.optimizer.step()
+        self.model = mlp()
+        self.optimizer = wrap(variant, self.model, torch.optim.Adam(self.model.parameters(), lr=0.01), **options)
+        fit(self.optimizer, batches(steps))
 
     def state(self):
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import PATIENCE, assert_same, batch_norm_net, batches, mlp
+from tests.reference import wrap
 
 
 class Trainee:
@@ -17,11 +17,7 @@ class Trainee:
     def __init__(self, variant, seed):
         self.model = (mlp, batch_norm_net)[seed % 2](seed)
         self.criterion, self.seed = nn.CrossEntropyLoss(), seed
-        base = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        if variant == "dcl":
-            self.optimizer = DCLOptimizer(base, self.model, weight=1.0, companion_fraction=1)
-        else:
-            self.optimizer = DCPOptimizer(base, self.model, weight=1.0)
+        self.optimizer = wrap(variant, self.model, torch.optim.AdamW(self.model.parameters(), lr=0.01))
 
     def train(self, barrier=None):
         torch.set_num_threads(1)

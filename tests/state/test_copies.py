@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests import reference
 from tests.helpers import (
     assert_same,
@@ -26,6 +25,7 @@ from tests.helpers import (
     train,
     wrap,
 )
+from tests.reference import EACH
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
@@ -56,10 +56,10 @@ def test_a_copy_of_a_model_that_holds_its_optimizer():
     train(model, model.trainer, batches(1))
 
 
-@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
-def test_a_copy_keeps_nothing_of_its_original(kind):
+@EACH
+def test_a_copy_keeps_nothing_of_its_original(variant):
     model = mlp()
-    optimizer = kind(sgd(model), model)
+    optimizer = reference.wrap(variant, model)
     fit(optimizer, batches(2))
     copied = copy.deepcopy((model, optimizer))
     originals = [weakref.ref(one) for one in (model, optimizer, optimizer.forecaster)]
@@ -76,10 +76,10 @@ def hooks(model):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
-def test_a_model_that_is_saved_whole_after_detach_loads_without_this_package(kind):
+@EACH
+def test_a_model_that_is_saved_whole_after_detach_loads_without_this_package(variant):
     model = mlp()
-    optimizer = kind(sgd(model), model)
+    optimizer = reference.wrap(variant, model)
     fit(optimizer, batches(2))
     for needs_package in (True, False):
         file = io.BytesIO()

@@ -8,7 +8,19 @@ import torch
 import torch.multiprocessing as mp
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, linear_growth, mlp, running_average, train, wrap
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    batches,
+    fit,
+    linear_growth,
+    mlp,
+    resume,
+    running_average,
+    train,
+    wrap,
+)
 
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4),
@@ -47,7 +59,7 @@ def snapshot(model, optimizer, scheduler):
     return state | {"random": torch.get_rng_state()}
 
 
-def resume(_, folder):
+def resume_in_a_process(_, folder):
     """Runs in the new process, with as many threads: sums are bit-identical for one number of threads only."""
     torch.set_num_threads(1)
     for variant, base in CASES:
@@ -71,7 +83,7 @@ def resumed(tmp_path_factory):
         half = build(variant, base)
         run(*half, 0, BREAK)
         torch.save(snapshot(half[0], half[2], half[3]), folder / f"{variant} {base}.pt")
-    mp.start_processes(resume, (folder,), nprocs=1, start_method="forkserver")
+    mp.start_processes(resume_in_a_process, (folder,), nprocs=1, start_method="forkserver")
     return folder
 
 
@@ -174,8 +186,7 @@ def test_a_model_with_an_extra_state_is_resumed():
     train(model, optimizer, batches(2))
     optimizer.companion[0].note = 3
     again, other = built()
-    again.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resume(other, optimizer)
     assert other.companion[0].note == 3
     train(model, optimizer, batches(2))
     train(again, other, batches(2))
