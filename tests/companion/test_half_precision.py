@@ -2,12 +2,11 @@
 
 import copy
 import pickle
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers import (
@@ -18,12 +17,10 @@ from tests.helpers import (
     batches,
     fit,
     mlp,
-    sgd,
     through_a_file,
     two_processes,
     wrap,
 )
-from tests.reference import train as train_by
 
 HALF = torch.bfloat16
 
@@ -55,29 +52,6 @@ def assert_same_state(first, second):
 
 
 # ---- it learns as in float32 -----------------------------------------------------------------------------------------
-
-
-@cache
-def companions_way(dtype, lr):
-    """How far the companion is from its start when the model has fitted 512 rows of ten classes."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10)).to(dtype)
-    y = torch.arange(512) % 10
-    x = (torch.randn(10, 32)[y] + 0.7 * torch.randn(512, 32)).to(dtype)
-    optimizer = wrap(model, sgd(model, lr=lr))
-    start = nn.utils.parameters_to_vector(model.parameters()).detach().float()
-    for _ in range(400):
-        rows = torch.randint(512, (64,))
-        train_by(optimizer, [(x[rows], y[rows])], loss=F.cross_entropy)
-    assert (model(x).argmax(1) == y).all()
-    end = nn.utils.parameters_to_vector(optimizer.companion.parameters()).detach().float()
-    return float((end - start).norm())
-
-
-@pytest.mark.parametrize(("dtype", "lr"), [(HALF, 0.1), (HALF, 0.01), (torch.float16, 0.01)])
-def test_the_companion_moves_as_far_as_in_float32(dtype, lr):
-    """With weights in half precision alone it moves 0.77, 0.37 and 0.89 times as far."""
-    assert companions_way(dtype, lr) / companions_way(torch.float32, lr) == pytest.approx(1.0, abs=0.05)
 
 
 def test_parameters_in_float32_are_stepped_themselves_and_those_in_half_precision_by_others():

@@ -5,8 +5,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     TrainingArguments,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 CLASSES, WORDS, LENGTH = 3, 40, 10
@@ -28,34 +26,11 @@ def text_classifier(dropout=0.0, classes=CLASSES):
     return BertForSequenceClassification(config)
 
 
-def image_classifier():
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=8,
-        patch_size=4,
-        num_channels=1,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        num_labels=CLASSES,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return ViTForImageClassification(config)
-
-
 def sentences(number=24, labels=None):
     draw = torch.Generator().manual_seed(1)
     words = torch.randint(1, WORDS, (number, LENGTH), generator=draw)
     labels = torch.randint(CLASSES, (number,), generator=draw) if labels is None else labels
     return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
-
-
-def images(number=24):
-    draw = torch.Generator().manual_seed(1)
-    pixels, labels = torch.randn(number, 1, 8, 8, generator=draw), torch.randint(CLASSES, (number,), generator=draw)
-    return [{"pixel_values": row, "labels": label} for row, label in zip(pixels, labels, strict=True)]
 
 
 def texts_to_continue(number=24):

@@ -96,7 +96,7 @@ def fit(module, data=None, seed=3, **options):
     return trainer.optimizers[0]
 
 
-def by_hand(method, net, *, data=None, accumulate=1, clip=None, autocast=None, scheduler=None, **settings):
+def by_hand(method, net, *, data=None, accumulate=1, autocast=None, scheduler=None, **settings):
     """What Lightning does in two epochs, written out in plain PyTorch."""
     criterion, data = nn.CrossEntropyLoss(), list(data or loader())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -112,8 +112,6 @@ def by_hand(method, net, *, data=None, accumulate=1, clip=None, autocast=None, s
         (loss / accumulate).backward()
         is_last = index + 1 == len(data)
         if (index + 1) % accumulate == 0 or is_last:
-            if clip:
-                clip(net.parameters())
             optimizer.step()
             if schedule:
                 schedule.step()

@@ -1,10 +1,7 @@
 """Lightning's automatic optimization: one line of configure_optimizers is ours, the rest is the user's."""
 
-import functools
-
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers import assert_same, linear_growth, running_average
 from tests.integrations import EACH_METHOD, differ
@@ -29,12 +26,10 @@ def one_cycle(optimizer):
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2 * BATCHES + 1)
 
 
-clip_norm = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.05)
 # What Trainer, the module and the loop by hand are told.
 LOOPS = {
     "plain": ({}, {}, {}),
     "accumulation": ({"accumulate_grad_batches": 3}, {}, {"accumulate": 3}),
-    "norm clipped": ({"gradient_clip_val": 0.05, "gradient_clip_algorithm": "norm"}, {}, {"clip": clip_norm}),
     "bfloat16": ({"precision": "bf16-mixed"}, {}, {"autocast": torch.autocast("cpu", dtype=torch.bfloat16)}),
     "learning rates": ({}, {"scheduler": one_cycle}, {"scheduler": one_cycle}),
     "weight and alpha": ({}, *({"weight": linear_growth, "alpha": running_average} for _ in range(2))),

@@ -9,7 +9,6 @@ TINY = {"depth": 2, "embed_dim": 32, "num_heads": 2, "img_size": SIZE, "patch_si
 MODELS = {
     "resnet10t": {"drop_path_rate": 0.3, "drop_rate": 0.2},
     "vit_tiny_patch16_224": TINY | {"drop_path_rate": 0.5, "patch_drop_rate": 0.2},
-    "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 16, 24, 32), "drop_path_rate": 0.5},
     "mobilenetv3_small_050": {"drop_rate": 0.2, "drop_path_rate": 0.2},
 }
 VIT = "vit_tiny_patch16_224"

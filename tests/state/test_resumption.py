@@ -18,6 +18,7 @@ from tests.helpers import (
     mlp,
     resume,
     running_average,
+    sgd,
     train,
     wrap,
 )
@@ -100,36 +101,36 @@ def test_resumed_run_equals_uninterrupted_run(variant, base, resumed):
 
 def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
     model = mlp()
-    optimizer = wrap(model, BASES["sgd"](model.parameters()))
+    optimizer = wrap(model)
     fit(optimizer, batches(3))
     state = optimizer.state_dict()
     assert set(state) == {"state", "param_groups", "dcl_optim.DCLOptimizer"}
-    plain = BASES["sgd"](model.parameters())
+    plain = sgd(model)
     plain.load_state_dict(state)
     assert_same(plain.state_dict()["state"], optimizer.base.state_dict()["state"])
 
 
 def dcl_and_other():
     model, other = mlp(), mlp()
-    dcl = wrap(model, BASES["sgd"](model.parameters()))
-    dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, num_classes=CLASSES)
+    dcl = wrap(model)
+    dcp = DCPOptimizer(sgd(other), other, num_classes=CLASSES)
     return dcl, dcp
 
 
 def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     dcl, dcp = dcl_and_other()
     wide = mlp(width=13)
-    other_shape = wrap(wide, BASES["sgd"](wide.parameters()))
+    other_shape = wrap(wide)
     assert dcl.companion is not other_shape.companion  # a state without one fits everywhere
     three = mlp()
-    fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, num_classes=3)
+    fewer_classes = DCPOptimizer(sgd(three), three, num_classes=3)
     fewer_classes.forecaster.create_state()
     dcl.base.param_groups[0]["lr"] = 0.123
     before = repr(dcl.state_dict())
     own = dcl.state_dict()["dcl_optim.DCLOptimizer"]
     without_companion = {"dcl_optim.DCLOptimizer": own | {"forecaster": {}}}
     for state, message in (
-        (BASES["sgd"](mlp().parameters()).state_dict(), r"(?s)no entry 'dcl_optim.DCLOptimizer'.*optimizer.base"),
+        (sgd(mlp()).state_dict(), r"(?s)no entry 'dcl_optim.DCLOptimizer'.*optimizer.base"),
         (dcp.state_dict(), r"no entry 'dcl_optim.DCLOptimizer'.*'dcl_optim.DCPOptimizer'"),
         (other_shape.state_dict(), r"state of the companion has shape"),
         (dcl.state_dict() | {"dcl_optim.DCLOptimizer": own | {"steps": 3.0}}, r"has a float for 'steps'"),
@@ -143,7 +144,7 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
         assert repr(dcl.state_dict()) == before
     with pytest.raises(ValueError, match=r"state of the prototypes has shape \(3, 3\).*expected \(5, 5\)"):
         dcp.load_state_dict(fewer_classes.state_dict())
-    trained = DCPOptimizer(BASES["sgd"](three.parameters()), three)
+    trained = DCPOptimizer(sgd(three), three)
     fit(trained, batches(1))
     with pytest.raises(ValueError, match=r"state of the prototypes has shape \(3, 3\).*expected \(5, 5\)"):
         trained.load_state_dict(fewer_classes.state_dict())
@@ -180,7 +181,7 @@ class Extra(torch.nn.Linear):
 def test_a_model_with_an_extra_state_is_resumed():
     def built():
         model = torch.nn.Sequential(Extra(FEATURES, CLASSES)).double()
-        return model, wrap(model, BASES["sgd"](model.parameters()))
+        return model, wrap(model)
 
     model, optimizer = built()
     train(model, optimizer, batches(2))
