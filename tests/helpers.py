@@ -8,9 +8,11 @@ import inspect
 import io
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +55,31 @@ def batch_norm_net(seed: int = 0) -> nn.Sequential:
 def dropout_net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, CLASSES)).double()
+
+
+def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters of two groups that many recipes have: weights, and biases and factors of norms."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    return matrices, [parameter for parameter in model.parameters() if parameter.ndim != 2]
+
+
+class Returning(nn.Module):
+    """Returns what a function makes of the logits."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.make = mlp(), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.body(x))
+
+
+@contextmanager
+def all_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect every warning that comes inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
 
 
 def linear_growth(step: int, value: float = 1.0, steps: int = 8) -> float:
@@ -204,6 +231,10 @@ def assert_same_networks(first: DCLOptimizer, second: DCLOptimizer) -> None:
     assert_same(first.model, second.model)
     assert_same(first.companion, second.companion)
     assert_same(first.companion_optimizer.state_dict(), second.companion_optimizer.state_dict())
+
+
+def through_pickle(saved: Any) -> Any:
+    return pickle.loads(pickle.dumps(saved))
 
 
 def through_a_file(saved: Any, weights_only: bool = True) -> Any:

@@ -407,6 +407,15 @@ def term_of(optimizer: Any, way: str = "term") -> Callable[..., Any]:
     return term
 
 
+def loss_by_the_line(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(optimizer.model(x), y)
+
+
+def loss_with_the_term(optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    z = optimizer.model(x)
+    return F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+
+
 # ---- loops, and what they have trained -------------------------------------------------------------------------------
 
 

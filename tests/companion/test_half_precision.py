@@ -1,7 +1,6 @@
 """A companion in half precision: it computes in it, and learns in weights of float32 that its own are rounded from."""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
@@ -18,6 +17,7 @@ from tests.helpers import (
     fit,
     mlp,
     through_a_file,
+    through_pickle,
     two_processes,
     wrap,
 )
@@ -168,8 +168,7 @@ def copied(optimizer, base):
 
 
 def pickled(optimizer, base):
-    again = pickle.loads(pickle.dumps(optimizer))
-    return again
+    return through_pickle(optimizer)
 
 
 @pytest.mark.parametrize("base", BASES)

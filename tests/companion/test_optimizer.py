@@ -18,6 +18,7 @@ from tests.helpers import (
     assert_same_networks,
     batches,
     fit,
+    matrices_and_others,
     mlp,
     resume,
     sgd,
@@ -133,8 +134,7 @@ class HandsOn(torch.optim.Optimizer):
 
 
 def groups_by_shape(model):
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    matrices, others = matrices_and_others(model)
     return [{"params": matrices, "lr": 0.1}, {"params": others, "lr": 0.05}]
 
 

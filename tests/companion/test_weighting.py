@@ -8,14 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers import assert_same, batches, mlp, sgd, wrap
-from tests.reference import NEAR
+from tests.reference import NEAR, loss_by_the_line
 
 
-def loss_by_the_line(optimizer, x, y):
-    return F.cross_entropy(optimizer.model(x), y)
-
-
-def loss_with_the_term(optimizer, x, y):
+def another_loss_with_the_term(optimizer, x, y):
     z = optimizer.model(x)
     return F.mse_loss(z, torch.ones_like(z)) + optimizer.penalty(z)
 
@@ -26,9 +22,9 @@ def loss_with_the_term(optimizer, x, y):
     [
         (loss_by_the_line, (3.0, 1.0)),
         (loss_by_the_line, (0.0, 1.0)),
-        (loss_with_the_term, (2.0, -1.0)),
-        (loss_with_the_term, (1.0, 0.0)),
-        (loss_with_the_term, (0.0, 0.0)),
+        (another_loss_with_the_term, (2.0, -1.0)),
+        (another_loss_with_the_term, (1.0, 0.0)),
+        (another_loss_with_the_term, (0.0, 0.0)),
     ],
 )
 def test_companion_learns_the_mean_weighted_by_the_factors_of_the_losses(loss, factors, together):

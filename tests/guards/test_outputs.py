@@ -7,19 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import CLASSES, FEATURES, assert_same, mlp, one
+from tests.helpers import CLASSES, FEATURES, Returning, assert_same, mlp, one
 from tests.reference import EACH, wrap
-
-
-class Returning(nn.Module):
-    """Returns what a function makes of the logits."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.body, self.make = mlp(), make
-
-    def forward(self, x):
-        return self.make(self.body(x))
 
 
 @pytest.mark.parametrize("chosen", [False, True])

@@ -1,7 +1,6 @@
 """The warning of a penalty that is large beside the loss of a guess."""
 
 import math
-import warnings
 from functools import partial
 
 import pytest
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import AutoWeight, DCPOptimizer
-from tests.helpers import Logits, sgd
+from tests.helpers import Logits, all_warnings, sgd
 
 
 def swing(number, **options):
@@ -21,8 +20,7 @@ def swing(number, **options):
     for step in range(1, number + 1):
         z = model((-1.0) ** step * torch.tensor([[1.0, -1.0]]))
         optimizer.zero_grad()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as caught:
             (F.cross_entropy(z, torch.zeros(1, dtype=torch.long)) + optimizer.penalty(z, torch.tensor([0]))).backward()
             optimizer.step()
         said += [step for one in caught if "large beside" in str(one.message)]
@@ -77,8 +75,7 @@ def train_on_few_rows(optimizer_of, lr, seed=0):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x[rows]), y[rows])
         loss.backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as caught:
             optimizer.step()
         losses.append(loss.item())
         said += [step for one in caught if "large beside" in str(one.message)]

@@ -6,7 +6,6 @@ Processes of their own run this, since DeepSpeed keeps settings in globals.
 import logging
 import os
 import re
-import warnings
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples import deepspeed_engine
-from tests.helpers import CLASSES, batches, mlp
+from tests.helpers import CLASSES, all_warnings, batches, matrices_and_others, mlp
 
 STEPS, WEIGHT, ALPHA = 6, 0.5, 0.97
 deepspeed.comm.torch.build_shm_op = lambda: None  # it would be compiled, for a minute; gloo reduces instead
@@ -61,7 +60,7 @@ def parameters(model, groups):
     """One group, or as most recipes have them: with weight decay, and biases without."""
     if groups == 1:
         return model.parameters()
-    weights, biases = ([p for p in model.parameters() if (p.ndim < 2) is is_bias] for is_bias in (False, True))
+    weights, biases = matrices_and_others(model)
     return [{"params": weights, "weight_decay": 0.01}, {"params": biases, "weight_decay": 0.0}]
 
 
@@ -147,8 +146,7 @@ def resumed(folder, *settings):
 
 def warnings_of(**options):
     """What is said of the ranks where a run begins."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         Run(1, "fp32", "term", **options).train(last=3)
     return [str(warning.message) for warning in caught if "process_group" in str(warning.message)]
 

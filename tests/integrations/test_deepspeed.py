@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.helpers import assert_same, batches, fit, mlp, on_ranks, wrap
+from tests.helpers import assert_same, batches, fit, matrices_and_others, mlp, on_ranks, wrap
 from tests.reference import EACH_WAY
 
 # Not imported here: its globals, and those of Accelerate with it, would be those of all tests.
@@ -96,7 +96,7 @@ def test_several_ranks_without_a_group_are_said_once(found):
 def test_a_companion_needs_stage_0_in_float32(way, found):
     """Where DeepSpeed replaces the parameters, the error says so, and what to do."""
     model = mlp(dtype=torch.float32)
-    weights, biases = ([p for p in model.parameters() if (p.ndim < 2) is is_bias] for is_bias in (False, True))
+    weights, biases = matrices_and_others(model)
     base = torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": biases}], lr=0.2, momentum=0.9)
     optimizer = wrap(model, base, weight=0.5, alpha=0.9)
     for x, y in batches(STEPS, dtype=torch.float32):

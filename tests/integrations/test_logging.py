@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import batches, mlp, wrap
+from tests.integrations import EACH_METHOD
 from tests.integrations.huggingface import arguments, sentences, text_classifier
 from tests.integrations.lightning_modules import QUIET, Validated, network, quiet_trainer
 from tests.integrations.lightning_modules import loader as lightning_loader
@@ -145,7 +146,7 @@ def rows_of(folder):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("method", ["dcl", "dcp"])
+@EACH_METHOD
 def test_lightning(tmp_path, method):
     from lightning.pytorch.loggers import CSVLogger
 

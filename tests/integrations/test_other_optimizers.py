@@ -10,7 +10,19 @@ import torch
 import torch.nn.functional as F
 from pytorch_optimizer.base.exception import NoClosureError
 
-from tests.helpers import assert_same, assert_same_networks, batches, cells, fit, mlp, sgd, through_a_file, train, wrap
+from tests.helpers import (
+    assert_same,
+    assert_same_networks,
+    batches,
+    cells,
+    fit,
+    matrices_and_others,
+    mlp,
+    sgd,
+    through_a_file,
+    train,
+    wrap,
+)
 from tests.integrations import in_training_mode
 from tests.reference import train_by_hand
 
@@ -55,8 +67,7 @@ SETTINGS = {"weight": 0.3, "alpha": 0.6}
 
 def build(name, model):
     optimizer_class = pytorch_optimizer.load_optimizer(name)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    matrices, others = matrices_and_others(model)
     if name in WITH_TWO_KINDS_OF_GROUPS:
         groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
         return optimizer_class(groups)

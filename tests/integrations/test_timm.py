@@ -139,10 +139,7 @@ def run(model, optimizer, scaler, data):
 
 def test_timms_checkpoints_resume_bit_for_bit(tmp_path):
     model, data = create("mobilenetv3_small_050").float(), list(images(5))
-    optimizer, scaler = (
-        DCLOptimizer(adamw(model), model, weight=1.0, companion_fraction=1),
-        timm.utils.NativeScaler("cpu"),
-    )
+    optimizer, scaler = wrap("dcl", model, adamw(model)), timm.utils.NativeScaler("cpu")
     ema = timm.utils.ModelEmaV3(model, decay=0.9)
     saver = timm.utils.CheckpointSaver(model, optimizer, model_ema=ema, amp_scaler=scaler, checkpoint_dir=str(tmp_path))
     torch.manual_seed(5)
@@ -152,10 +149,7 @@ def test_timms_checkpoints_resume_bit_for_bit(tmp_path):
     run(model, optimizer, scaler, data[3:])
 
     resumed = create("mobilenetv3_small_050", seed=9).float()
-    second, its_scaler = (
-        DCLOptimizer(adamw(resumed), resumed, weight=1.0, companion_fraction=1),
-        timm.utils.NativeScaler("cpu"),
-    )
+    second, its_scaler = wrap("dcl", resumed, adamw(resumed)), timm.utils.NativeScaler("cpu")
     path = str(tmp_path / "last.pth.tar")
     assert timm.models.resume_checkpoint(resumed, path, second, its_scaler, log_info=False) == 1
     torch.manual_seed(6)

@@ -3,7 +3,6 @@
 import copy
 import functools
 import io
-import pickle
 import sys
 
 import pytest
@@ -21,6 +20,7 @@ from tests.helpers import (
     one,
     sgd,
     through_a_file,
+    through_pickle,
     training_forwards,
 )
 from tests.reference import EACH, NEAR, wrap
@@ -88,7 +88,7 @@ def by_default(module):
 COPIES = {
     "torch.save": functools.partial(through_a_file, weights_only=False),
     "torch.save, weights only": by_default,
-    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "pickle": through_pickle,
     "deepcopy": copy.deepcopy,
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,12 +17,24 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCPOptimizer
 from dcl_optim.loss.reader import Form, LossReader, Unread
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch import synchronization
 from tests.adversary.fitting import Training, run
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, mlp, one, sgd, train, training_forwards
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    all_warnings,
+    assert_same,
+    batches,
+    fit,
+    mlp,
+    one,
+    sgd,
+    train,
+    training_forwards,
+)
 from tests.reference import CLOSE, EACH, EACH_WAY, NEAR, assert_same_training, learned, wrap
 from tests.reference import train as train_by
 
@@ -262,8 +273,7 @@ def test_a_model_that_is_certain_of_every_row_is_read_with_one_warning(script, s
     """From the 20th batch on, if what is left of its rows is below the rounding of float32."""
     model, data = script()
     optimizer = wrap(variant, model, sgd(model, lr=0.0))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         fit(optimizer, data, lambda z, y: F.cross_entropy(z, y) / 8)
     assert [str(warning.message).partition(".")[0] for warning in caught] == [
         "the model is certain of every row of the first batches"
@@ -419,8 +429,7 @@ def test_after_100_steps_nothing_ends_the_run(variant, resumes):
     if resumes:
         model, optimizer = resume(optimizer, model)
     bare, base = without_the_wrapper(optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         train(model, optimizer, vectors(70), weighted)
     assert [str(warning.message).split(":")[0] for warning in caught] == [
         "a batch gets no penalty",
@@ -679,7 +688,7 @@ def test_without_synchronization_a_batch_that_is_unlike_the_others(batch, varian
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty")
 def test_the_companions_graph_of_an_unreadable_batch_is_freed_by_the_step():
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model, companion_fraction=1)
+    optimizer = wrap("dcl", model)
     fit(optimizer, batches(2))
     forwards = training_forwards(optimizer)
     x, y = one()

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import pickle
 import warnings
 
 import pytest
@@ -14,7 +13,18 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, fit, mlp, needs_gloo, same_on_both
+from tests.helpers import (
+    CLASSES,
+    all_warnings,
+    assert_same,
+    batch_norm_net,
+    batches,
+    fit,
+    mlp,
+    needs_gloo,
+    same_on_both,
+    through_pickle,
+)
 from tests.reference import EACH, NEAR, VARIANTS, by_hand, learned, term_of, wrap
 from tests.reference import train as train_by_term
 
@@ -92,7 +102,7 @@ def trained_with_a_copy_on_rank(rank, variant):
     parallel = DistributedDataParallel(mlp())
     optimizer = wrap(variant, parallel)
     train_rank(rank, parallel, optimizer, batches(3))
-    for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+    for copied in (copy.deepcopy, through_pickle):
         again, second = copied((parallel, optimizer))
         train_rank(rank, again, second, batches(3, seed=5))
         assert second.forecaster._group.size == 2
@@ -250,8 +260,7 @@ def train_in_groups(rank, folder):
     groups = [dist.new_group([index]) for index in range(PARTS)]
     for cell, variant in IN_GROUPS:
         called, optimizer = cell(variant, rank, groups[rank])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as caught:
             for x, y in rows_of(rank):
                 optimizer.zero_grad()
                 F.cross_entropy(called(x), y).backward()

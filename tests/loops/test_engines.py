@@ -4,7 +4,6 @@
 """
 
 import itertools
-import pickle
 import sys
 import types
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import assert_same, batches, fit, mlp
+from tests.helpers import assert_same, batches, fit, matrices_and_others, mlp, through_pickle
 from tests.reference import CLOSE, EACH_WAY, METHOD, learned, term_of
 
 STEPS = 5
@@ -83,7 +82,7 @@ class Engine:
 
 def build(kind, **options):
     model = mlp()
-    weights, biases = ([p for p in model.parameters() if (p.ndim < 2) is is_bias] for is_bias in (False, True))
+    weights, biases = matrices_and_others(model)
     base = torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1, momentum=0.9)
     return model, kind(base, model, **METHOD | options)
 
@@ -151,7 +150,7 @@ def test_a_second_step_without_a_batch_is_refused_and_nothing_offered_that_train
 
 def test_a_copy_has_no_engine():
     optimizer = train(Engine(*build(DCPOptimizer), "at once"), "line")
-    copied = pickle.loads(pickle.dumps(optimizer))
+    copied = through_pickle(optimizer)
     assert copied.logs()["step"] == STEPS
     assert_same(learned(copied), learned(optimizer))
 

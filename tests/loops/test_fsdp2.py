@@ -18,8 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCPOptimizer
 from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, fit, mlp, needs_gloo, sgd, train
+from tests.helpers import wrap as wrap_dcl
+from tests.reference import EACH
 from tests.reference import train as train_by
 
 pytestmark = [
@@ -42,11 +44,11 @@ def wrap(variant, model, num_classes=None):
     if variant == "dcp":
         return DCPOptimizer(base, model, num_classes=num_classes, weight=1.0, alpha=0.6)
     if not isinstance(next(model.parameters()), DTensor):
-        return DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
+        return wrap_dcl(model, base)
 
     companion = sharded(seed=7)
     companion.load_state_dict(model.state_dict())
-    return DCLOptimizer(base, model, companion=companion, weight=1.0, companion_fraction=1)
+    return wrap_dcl(model, base, companion=companion)
 
 
 def train_rank(rank, model, optimizer, data, way="line"):
@@ -125,7 +127,7 @@ def train_in_bfloat16(rank, folder):
     def build(make):
         model, companion = make(0, dtype=torch.bfloat16), make(7, dtype=torch.bfloat16)
         base = sgd(model)
-        return model, DCLOptimizer(base, model, companion=companion, weight=1.0, companion_fraction=1)
+        return model, wrap_dcl(model, base, companion=companion)
 
     def weights_of(optimizer):
         (group,) = optimizer.companion_optimizer.param_groups
@@ -152,7 +154,7 @@ def train_in_bfloat16(rank, folder):
 def refuse_a_copy():
     """Of a sharded model; the error says what to do."""
     model = sharded()
-    optimizer = DCLOptimizer(sgd(model), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap_dcl(model)
     with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
         fit(optimizer, batches(1))
     optimizer.detach()
@@ -199,7 +201,7 @@ def resume_sharded(rank, folder, variant, way):
     assert_same(full(own(variant, second)), full(own(variant, optimizer)))
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@EACH
 def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
     model = mlp()
     optimizer = wrap(variant, model, CLASSES)

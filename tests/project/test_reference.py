@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, reference
-from tests.helpers import assert_same, sgd
+from dcl_optim import DCPOptimizer, reference
+from tests.helpers import assert_same, sgd, wrap
 from tests.reference import EACH_WAY
 
 FEATURES, ROWS, STEPS = 20, 80, 30
@@ -90,7 +90,7 @@ def test_dcl(way):
     reference.train_dcl(sgd(model), companion, data)
     expected = network(4, dropout=0.2)
     before = copy.deepcopy(expected)
-    optimizer = DCLOptimizer(sgd(expected), expected, weight=0.7, alpha=0.5, companion_fraction=1)
+    optimizer = wrap(expected, weight=0.7, alpha=0.5)
     train(expected, optimizer, data, way)
     assert_same(model, expected, **CLOSE)
     assert_same(companion.network, optimizer.companion, **CLOSE)

@@ -7,7 +7,6 @@ import torch
 from tests.helpers import batches, fit, mlp
 from tests.reference import wrap
 
-VARIANTS = ("dcl", "dcp")
 # What is put in place of each part of a state in turn.
 JUNK = {"none": None, "text": "text", "minus one": -1, "nan": float("nan"), "list": [], "empty": {}}
 JUNK |= {"scalar": torch.tensor(0.0), "vector": torch.zeros(7), "complex": torch.zeros(2, dtype=torch.complex64)}

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from tests.reliability.hostile import ABSENT, JUNK, VARIANTS, Training, places, replaced
+from tests.reference import EACH
+from tests.reliability.hostile import ABSENT, JUNK, Training, places, replaced
 
 FLIPS = 200
 # What junk may be in its place: an optimizer without a state, prototypes from before the first batch, a loss of which
@@ -17,11 +18,6 @@ RIGHT |= {("loss", name, "nan") for name in ("smoothing", "error", "scale")}
 RIGHT |= {("loss", name, "minus one") for name in ("class_dim", "num_silent")}
 
 
-@pytest.fixture(params=VARIANTS)
-def variant(request):
-    return request.param
-
-
 def is_taken(load, error):
     try:
         load()
@@ -30,6 +26,7 @@ def is_taken(load, error):
     return True
 
 
+@EACH
 def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(variant, tmp_path):
     """torch.load does not compare the checksums of tensors: a bit flipped inside one goes unnoticed."""
     checkpoint = tmp_path / "run.pt"
@@ -58,6 +55,7 @@ def is_left_to_torch(place):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, for what it makes of complex numbers and indices
+@EACH
 def test_a_state_with_another_name_type_or_shape_is_refused_whole(variant):
     good, victim = Training(variant, 6).optimizer.state_dict(), Training(variant, 3)
     before, ours = victim.everything(), copy.deepcopy(victim.optimizer.state_dict())

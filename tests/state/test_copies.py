@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import pickle
 import weakref
 
 import pytest
@@ -22,13 +21,14 @@ from tests.helpers import (
     mlp,
     one,
     sgd,
+    through_pickle,
     train,
     wrap,
 )
 from tests.reference import EACH
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
 def test_a_copy_with_the_model_goes_on_independently(copied):
     model = batch_norm_net()
     optimizer = wrap(model)
@@ -69,13 +69,6 @@ def test_a_copy_keeps_nothing_of_its_original(variant):
     train(*copied, batches(2))
 
 
-def hooks(model):
-    tables = (model._forward_hooks, model._forward_pre_hooks)
-    return [dict(table) for table in tables] + [
-        dict(model._forward_hooks_with_kwargs), dict(model._forward_pre_hooks_with_kwargs)
-    ]  # fmt: skip
-
-
 @EACH
 def test_a_model_that_is_saved_whole_after_detach_loads_without_this_package(variant):
     model = mlp()
@@ -99,11 +92,10 @@ def test_a_copy_of_a_detached_optimizer_stays_detached():
 
 def test_a_dead_optimizer_leaves_no_hook():
     model = mlp()
-    before = hooks(model)
     optimizer = wrap(model)
     fit(optimizer, batches(1))
     del optimizer
-    assert hooks(model) == before, "no reference cycle keeps the optimizer alive"
+    assert not model._forward_hooks, "no reference cycle keeps the optimizer alive"
     wrap(model)
 
 
