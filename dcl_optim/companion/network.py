@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -28,11 +29,11 @@ from dcl_optim.pytorch.parameters import (
 from dcl_optim.pytorch.ranks import DataParallelGroup, is_sharded
 
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
-REPLACED = (
-    "companion has no parameter to train, since none of the base optimizer's is one of the model's: an engine has put "
-    "its own in their place (DeepSpeed's ZeRO, or its bfloat16 in stage 0), or this forward pass has others.\n"
-    "  Fix: with an engine use DCPOptimizer and add the penalty to the loss, loss + optimizer.penalty(logits, labels); "
-    "else ask for optimizer.companion before a forward pass with other parameters (functional_call)"
+NOTHING_TO_TRAIN = (
+    "companion has no parameter to train: none that the base optimizer trains is one of the model's and has "
+    "requires_grad=True.\n  Fix: unfreeze one. Where an engine has put its own in their place (DeepSpeed's ZeRO, or its "
+    "bfloat16 in stage 0), use DCPOptimizer and add the penalty to the loss, loss + optimizer.penalty(logits, labels). "
+    "Ask for optimizer.companion before a forward pass with other parameters (functional_call)"
 )
 
 
@@ -69,8 +70,6 @@ class Network:
     """
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
-        if has_other_parameters(base, model):
-            raise ValueError(REPLACED)
         self.is_new = True
         self.has_predicted = False
         self.has_begun = False
@@ -82,17 +81,16 @@ class Network:
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
-        self._known = _numbers_of_groups(base)
-        self._seen: list[Any] = []  # what was trained at the last forward, and where it was
+        self._known = _trained_by(base)
+        self._seen: set[Any] = set()  # the same at the last forward
         with forked_rng(next(parameters_of(base)).device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
             self._twins, others = _twins_of(model, base, self.module)
+            if not (self._twins or others) or has_other_parameters(base, model):
+                raise ValueError(NOTHING_TO_TRAIN)
             self.wide = WideWeights((*self._twins.values(), *others))
             stepped = {theirs: self.wide.behind(ours) for theirs, ours in self._twins.items()}
-            groups = [[stepped[p] for p in group["params"] if p in stepped] for group in base.param_groups]
-            groups[0] += map(self.wide.behind, others)
-            self.optimizer = make_optimizer(base, groups, stepped, options.make_optimizer)
-        self.wide.keep(set(parameters_of(self.optimizer)))  # a callable may have taken the network's own
+            self.optimizer = make_optimizer(base, stepped, list(map(self.wide.behind, others)), options.make_optimizer)
         self._follow_options()
         self.has_shards = any(map(is_sharded, self.module.parameters()))
         self._modules = [(model, self.module)]
@@ -113,23 +111,15 @@ class Network:
 
         The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
         """
-        # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
-        seen = []
-        for group in self._base.param_groups:
-            trained = list(filter(requires_grad, group["params"]))
-            seen.append((list(map(id, trained)), list(map(_place, trained))))
+        seen = _trained_by(self._base)
         if seen == self._seen:
             return False
-        numbers = _numbers_of_groups(self._base)
-        if self._twins.keys().isdisjoint(numbers) and has_other_parameters(self._base, self._model):
-            raise ValueError(REPLACED)
         self._seen = seen
-        is_moved = False
+        trained = {parameter for parameter, *_ in seen}
         for theirs, ours in self._twins.items():
             for tensor in (ours, self.wide.behind(ours)):
-                tensor.requires_grad_(theirs in numbers)
-            is_moved |= self._is_copy and _place(theirs) != _place(ours)
-        return is_moved or not numbers.items() <= self._known.items()
+                tensor.requires_grad_(theirs in trained)
+        return not seen <= self._known
 
     def follow(self) -> None:
         """Bring the companion to where the model is."""
@@ -262,18 +252,19 @@ class Network:
 
 def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     """The companion's parameters for those of the base, by their names in the model; and those of other names."""
-    theirs = dict(model.named_parameters())
-    shared = set(theirs.values())
-    own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in shared}
-    trained = set(parameters_of(base))
-    twins: dict[Tensor, Tensor] = {p: own[name] for name, p in theirs.items() if p in trained and name in own}
-    return twins, [parameter for name, parameter in own.items() if name not in theirs]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in names}
+    twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
+    return twins, [parameter for name, parameter in own.items() if name not in names.values()]
 
 
-def _numbers_of_groups(base: Optimizer) -> dict[Tensor, int]:
-    """The number of its group for each parameter that a base optimizer trains."""
-    groups = enumerate(base.param_groups)
-    return {parameter: number for number, group in groups for parameter in filter(requires_grad, group["params"])}
+def _trained_by(base: Optimizer) -> set[Any]:
+    """What a base optimizer trains, each parameter with the number of its group, and where it is."""
+    found: set[Any] = set()
+    for number, group in enumerate(base.param_groups):
+        trained = list(filter(requires_grad, group["params"]))  # without a line of Python for each
+        found.update(zip(trained, repeat(number), map(_place, trained), strict=False))
+    return found
 
 
 def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:

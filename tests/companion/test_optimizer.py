@@ -46,6 +46,13 @@ def test_companion_optimizer_of_its_own():
     assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.02
 
 
+def test_a_companions_optimizer_of_other_parameters_than_it_gets_is_refused() -> None:
+    """Of a companion in half precision it would not step the weights of float32."""
+    model, companion = mlp(dtype=torch.bfloat16), mlp(1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="of the parameters that it gets, and of no others"):
+        wrap(model, companion=companion, companion_optimizer=lambda _: sgd(companion))
+
+
 class Muon(torch.optim.Optimizer):
     """Takes groups of exactly its keys, as implementations of Muon do."""
 
