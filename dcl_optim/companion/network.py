@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
@@ -18,6 +17,7 @@ from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, add_note, are_zero, make_optimizer
 from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
+from dcl_optim.penalty.pull import Scale
 from dcl_optim.pytorch.internals import count_as_step
 from dcl_optim.pytorch.parameters import (
     all_or_nothing,
@@ -26,14 +26,14 @@ from dcl_optim.pytorch.parameters import (
     parameters_of,
     requires_grad,
 )
-from dcl_optim.pytorch.ranks import DataParallelGroup, is_sharded
+from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts
 
+TINY = 1e-30  # what can be divided by
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none that the base optimizer trains is one of the model's and has "
-    "requires_grad=True.\n  Fix: unfreeze one. Where an engine has put its own in their place (DeepSpeed's ZeRO, or its "
-    "bfloat16 in stage 0), use DCPOptimizer and add the penalty to the loss, loss + optimizer.penalty(logits, labels). "
-    "Ask for optimizer.companion before a forward pass with other parameters (functional_call)"
+    "requires_grad=True.\n  Fix: unfreeze one. Where an engine has put its own in their place (DeepSpeed's ZeRO, or "
+    "its bfloat16 in stage 0), use DCPOptimizer and the term, loss + optimizer.penalty(logits, labels). Ask for optimizer.companion before a forward pass with other parameters (functional_call)"
 )
 
 
@@ -66,7 +66,6 @@ class Network:
         has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
             optimizers divide later; until then no step is taken.
         loaded_since: whether weights were loaded into the model since the last forward pass.
-        has_shards: whether some of its parameters are sharded.
     """
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
@@ -83,7 +82,8 @@ class Network:
         self._forward = vars(model).get("forward")
         self._known = _trained_by(base)
         self._seen: set[Any] = set()  # the same at the last forward
-        with forked_rng(next(parameters_of(base)).device), torch.inference_mode(False):
+        self._device = next(parameters_of(base)).device
+        with forked_rng(self._device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
             self._twins, others = _twins_of(model, base, self.module)
             if not (self._twins or others) or has_other_parameters(base, model):
@@ -92,7 +92,6 @@ class Network:
             stepped = {theirs: self.wide.behind(ours) for theirs, ours in self._twins.items()}
             self.optimizer = make_optimizer(base, stepped, list(map(self.wide.behind, others)), options.make_optimizer)
         self._follow_options()
-        self.has_shards = any(map(is_sharded, self.module.parameters()))
         self._modules = [(model, self.module)]
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
@@ -160,7 +159,7 @@ class Network:
         trained = filter(requires_grad, self.module.parameters())
         return [parameter.grad for parameter in trained if parameter.grad is not None]
 
-    def gradients_to_step(self, fills: bool) -> list[Tensor]:
+    def _gradients_to_step(self, fills: bool) -> list[Tensor]:
         """The gradients of what the optimizer steps; ``fills`` gives zeros to each parameter that has none."""
         if self.wide.weights:
             self.wide.widen_gradients()
@@ -170,19 +169,28 @@ class Network:
                     parameter.grad = torch.zeros_like(parameter)
         return list(gradients_of(self.optimizer))
 
-    def step(self) -> None:
+    def step(self, total: Scale | None, has_ranks: bool) -> None:
         """Step with the base's options, unless no gradient was other than 0; its draws are not taken from the script's.
 
-        To ask synchronizes, mostly in two steps.
+        To ask whether one was synchronizes, mostly in two steps.
+
+        Args:
+            total: what the gradients are divided by, so that they are the mean over the forward passes, weighted by
+                their loss scales; also 0 on a device, of batches that were not read. None without any.
+            has_ranks: whether the gradients are averaged over the ranks, and those that are missing are zeros.
         """
-        self.has_begun = self.has_begun or not are_zero(gradients_of(self.optimizer))
+        gradients = self._gradients_to_step(fills=has_ranks)
+        if gradients and total is not None:
+            parts = local_parts(gradients)
+            divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
+            torch._foreach_div_(parts, divisor)
+        if has_ranks:
+            self._group.average(gradients)
+        self._follow_options()
+        self.has_begun = self.has_begun or not are_zero(gradients)
         if self.has_begun:
-            self._follow_options()
-            draws: AbstractContextManager[Any] = nullcontext()
-            if not type(self.optimizer).__module__.startswith("torch.optim"):  # whose optimizers draw nothing
-                draws = forked_rng(next(parameters_of(self.optimizer)).device)
             try:
-                with draws:
+                with forked_rng(self._device):
                     self.optimizer.step()
             except Exception as error:
                 add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
@@ -197,7 +205,7 @@ class Network:
         """Create the optimizer's state for torch.distributed.checkpoint to load into, by a step with gradients of 0."""
         self._follow_options()
         if not self.optimizer.state:
-            self.gradients_to_step(fills=True)
+            self._gradients_to_step(fills=True)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -252,7 +260,7 @@ class Network:
 
 def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
     """The companion's parameters for those of the base, by their names in the model; and those of other names."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in names}
     twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
     return twins, [parameter for name, parameter in own.items() if name not in names.values()]

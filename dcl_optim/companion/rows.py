@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dcl_optim.companion.replay import Arguments, copied
-from dcl_optim.progress import are_close
+from dcl_optim.progress import Forward, are_close
 from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
 
 HALF = 0.5
@@ -51,26 +51,26 @@ class Rows:
         self._said: set[str] = set()
         self.generator: torch.Generator | None = None
 
-    def draw(self, logits: Tensor, arguments: Arguments, network: nn.Module, call: Call, seed: int) -> Tensor | None:
+    def draw(self, forward: Forward, arguments: Arguments, network: nn.Module, call: Call, seed: int) -> Tensor | None:
         """Draw the numbers of rows; None for all.
 
         Rows are drawn, and not taken in a fixed pattern, since loaders sort by class or length, or repeat patterns.
 
         Args:
-            logits: of the whole batch.
-            arguments: of the call that gave them.
+            forward: the model's forward pass of the whole batch.
+            arguments: of that.
             network: the network.
             call: gives its logits for arguments.
             seed: of the first draw of a step; further ones go on from there.
         """
-        length = len(logits)
+        length = forward.shape[0]
         number = max(math.ceil(self._fraction * length), FEWEST)
         if number >= length:
             return None
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(seed)
         drawn = torch.randperm(length, generator=self.generator, device="cpu")[:number]
-        rows = drawn.to(logits.device, non_blocking=True)
+        rows = drawn.to(forward.rows.device, non_blocking=True)
         is_cut = [_has_rows(tensor, length) for tensor in tensors_of(arguments)]
         case = (len(arguments[0]), *arguments[1], *is_cut)
         if case not in self._can_cut:
