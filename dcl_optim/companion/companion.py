@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion import copying
-from dcl_optim.companion.network import CompanionOptions, Network
+from dcl_optim.companion.network import TINY, CompanionOptions, Network
 from dcl_optim.companion.optimizer import add_note, are_zero, check_optimizer
 from dcl_optim.companion.replay import Arguments, Replay, copied
 from dcl_optim.companion.rows import Rows, cut
@@ -249,8 +249,7 @@ class Companion(Forecaster):
 
         The smallest factor of all forward passes, also for what they have brought before.
         """
-        largest = gradient.abs().sum(0).amax()
-        factor = torch.where(largest > 0, HALF_SIZE / largest, 1.0)
+        factor = HALF_SIZE / gradient.abs().sum(0).amax().clamp(min=TINY)
         before = self._half_factor
         if before is not None and self._total_scale is not None:
             factor = torch.minimum(factor, before)

@@ -34,19 +34,17 @@ NOT_COPIED = (
 
 
 def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Module:
-    """Give the companion that the user asked for: a copy of the model, or a module."""
-    if given is None:
-        return copy_model(model, base)
-    if not isinstance(given, nn.Module):
-        raise TypeError(f"companion must be a torch.nn.Module or None, got {given!r}")
-    if any(map(requires_grad, set(model.parameters()).intersection(given.parameters()))):
-        raise ValueError("companion shares trained parameters with the model; it must have its own")
-    given.zero_grad()  # of what the script has trained it by
-    return given
+    """Give the companion that the user asked for: a module, or a copy of the model.
 
-
-def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
-    """Copy a model. The copy shares what the base optimizer does not train, and has no hooks of the script."""
+    The copy shares what the base optimizer does not train, and has no hooks of the script.
+    """
+    if given is not None:
+        if not isinstance(given, nn.Module):
+            raise TypeError(f"companion must be a torch.nn.Module or None, got {given!r}")
+        if any(map(requires_grad, set(model.parameters()).intersection(given.parameters()))):
+            raise ValueError("companion shares trained parameters with the model; it must have its own")
+        given.zero_grad()  # of what the script has trained it by
+        return given
     try:
         copied = copy.deepcopy(model, _not_copied(model, base))
     except Exception as error:

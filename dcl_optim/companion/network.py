@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
@@ -22,7 +23,6 @@ from dcl_optim.pytorch.internals import count_as_step
 from dcl_optim.pytorch.parameters import (
     all_or_nothing,
     gradients_of,
-    has_other_parameters,
     parameters_of,
     requires_grad,
 )
@@ -33,7 +33,8 @@ FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none that the base optimizer trains is one of the model's and has "
     "requires_grad=True.\n  Fix: unfreeze one. Where an engine has put its own in their place (DeepSpeed's ZeRO, or "
-    "its bfloat16 in stage 0), use DCPOptimizer and the term, loss + optimizer.penalty(logits, labels). Ask for optimizer.companion before a forward pass with other parameters (functional_call)"
+    "its bfloat16 in stage 0), use DCPOptimizer and the term, loss + optimizer.penalty(logits, labels). Ask for "
+    "optimizer.companion before a forward pass with other parameters (functional_call)"
 )
 
 
@@ -85,8 +86,11 @@ class Network:
         self._device = next(parameters_of(base)).device
         with forked_rng(self._device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
-            self._twins, others = _twins_of(model, base, self.module)
-            if not (self._twins or others) or has_other_parameters(base, model):
+            names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+            own = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in names}
+            self._twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
+            others = [parameter for name, parameter in own.items() if name not in names.values()]
+            if not (self._twins or others):
                 raise ValueError(NOTHING_TO_TRAIN)
             self.wide = WideWeights((*self._twins.values(), *others))
             stepped = {theirs: self.wide.behind(ours) for theirs, ours in self._twins.items()}
@@ -145,12 +149,9 @@ class Network:
         if self._options.make_optimizer is not None:
             return
         for theirs, ours in zip(self._base.param_groups, self.optimizer.param_groups, strict=False):
-            for key in FOLLOWED:
-                if key in theirs:
-                    value = theirs[key]
-                    if key == "lr" and self._options.lr_scale != 1:
-                        value = value * self._options.lr_scale
-                    ours[key] = value.clone() if isinstance(value, Tensor) else value
+            ours |= {key: copy.deepcopy(theirs[key]) for key in FOLLOWED if key in theirs}
+            if self._options.lr_scale != 1:
+                ours["lr"] = ours["lr"] * self._options.lr_scale
 
     # ---- gradients, and the step -------------------------------------------------------------------------------------
 
@@ -203,8 +204,8 @@ class Network:
 
     def create_state(self) -> None:
         """Create the optimizer's state for torch.distributed.checkpoint to load into, by a step with gradients of 0."""
-        self._follow_options()
         if not self.optimizer.state:
+            self._follow_options()
             self._gradients_to_step(fills=True)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -256,14 +257,6 @@ class Network:
         self.has_predicted = False
         self.is_new = False
         self.loaded_since = False
-
-
-def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
-    """The companion's parameters for those of the base, by their names in the model; and those of other names."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in names}
-    twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
-    return twins, [parameter for name, parameter in own.items() if name not in names.values()]
 
 
 def _trained_by(base: Optimizer) -> set[Any]:

@@ -88,8 +88,6 @@ def copy_optimizer(base: Optimizer, twins: dict[Tensor, Tensor], others: list[Te
     for held in memo.values():
         if isinstance(held, Optimizer):
             held.state.clear()
-    for group in copied.param_groups:
-        group.pop("param_names", None)
     if kind is Adagrad:  # torch before 2.14 makes its state in the constructor alone
         return Adagrad(copied.param_groups, **copied.defaults)
     return copied
