@@ -50,6 +50,8 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
     except Exception as error:
         what = "the companion could not be made as a copy of the model"
         raise RuntimeError(f"{what} ({error}); {PASS_A_MODULE}") from error
+    if [name for name, _ in copied.named_parameters()] != [name for name, _ in model.named_parameters()]:
+        raise ValueError(f"the parameters of the model's copy have other names or another order; {PASS_A_MODULE}")
     copies = list(copied.modules())
     for module in copies:
         for table, key, hook in hooks_of(module):

@@ -85,9 +85,15 @@ def copy_optimizer(base: Optimizer, twins: dict[Tensor, Tensor], others: list[Te
         raise ValueError(
             f"the {kind.__name__} could not be copied for the companion ({error!r}); {PASS_ANOTHER}"
         ) from error
+    followed = set(map(id, copied.param_groups))
     for held in memo.values():
         if isinstance(held, Optimizer):
             held.state.clear()
+            if not followed.issuperset(map(id, held.param_groups)):
+                raise ValueError(
+                    f"the {kind.__name__} holds a {type(held).__name__} with groups of its own, whose options the "
+                    f"companion cannot follow; {PASS_ANOTHER}"
+                )
     if kind is Adagrad:  # torch before 2.14 makes its state in the constructor alone
         return Adagrad(copied.param_groups, **copied.defaults)
     return copied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +13,10 @@ from torch import Tensor, nn
 from dcl_optim.pytorch.internals import map_leaves
 
 CPU = torch.device("cpu")
+THREADS = (
+    "two threads call the model for training at once: a companion follows one.\n"
+    "  Fix: give each thread a model and an optimizer of its own, or hold a lock from the forward pass to the step"
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -39,6 +44,7 @@ class Replay:
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
         self._given = args, kwargs
+        self._thread = threading.get_ident()
         self._arguments = copied((args, kwargs))
         self._device = device
         self._rng_states = [torch.get_rng_state()]
@@ -47,6 +53,8 @@ class Replay:
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
+        if self._thread != threading.get_ident():
+            raise RuntimeError(THREADS)
         arguments: Arguments = self._arguments
         if self._given[0] is not args or self._given[1] is not kwargs:  # a later pre-hook has put others in their place
             arguments = copied((args, kwargs))
