@@ -16,7 +16,7 @@ from dcl_optim.companion import copying
 from dcl_optim.companion.network import TINY, CompanionOptions, Network
 from dcl_optim.companion.optimizer import add_note, are_zero, check_optimizer
 from dcl_optim.companion.replay import Arguments, Replay, copied
-from dcl_optim.companion.rows import Rows, cut
+from dcl_optim.companion.rows import Rows
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
 from dcl_optim.penalty.layout import Masks, to_rows
@@ -155,7 +155,7 @@ class Companion(Forecaster):
         if self.network.loaded_since:
             warn_once(self._said, WEIGHTS_LOADED)
         self.network.follow()
-        self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
+        self._replay.before_forward(args, kwargs, self.network.device)
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self.network
@@ -165,15 +165,13 @@ class Companion(Forecaster):
         shape = forward.shape
         seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
         try:
-            drawn = self._rows.draw(forward, arguments, network.module, self._call, seed)
+            drawn, part = self._rows.draw(forward, arguments, network.module, self._call, seed)
             if drawn is not None:
+                shape = torch.Size([len(drawn), *shape[1:]])
                 if is_equal:
                     self._compare_whole(arguments, forward)
-                    is_equal = False
-                arguments = cut(arguments, shape[0], drawn)
-                shape = torch.Size([len(drawn), *shape[1:]])
             before = copying.written(self._model) if checks else []
-            logits = self._call(arguments)
+            logits = self._call(part)
         except Exception as error:
             add_note(error, IN_COMPANION)
             raise
@@ -188,7 +186,7 @@ class Companion(Forecaster):
                 raise RuntimeError(WRITES_TO_THE_MODEL)
             own = {*parameters_of(network.optimizer), *network.module.parameters()}
             copying.require_own_leaves(logits, self._model, self._base, own)
-            if is_equal:
+            if is_equal and drawn is None:
                 copying.require_equal(forward.logits, logits.detach())
             if not logits.is_meta:
                 self._masks.look_for(logits)  # of a companion from a state, which may mask what the model does not
@@ -314,16 +312,14 @@ class Companion(Forecaster):
     def state_dict(self) -> dict[str, Any]:
         return dict(NOT_MADE) if self._made is None else self._made.state_dict()
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        if state != NOT_MADE or not self._is_copy:
-            check_state(state, {"begun": bool, "model": dict, "optimizer": dict}, "companion")
-            check_state(state["model"], (self._made or self._make()).own_tensors(), "companion")
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state == NOT_MADE:
+        if state == NOT_MADE and self._is_copy:
             self.reset()
             return
-        self.network.load_state_dict(state)
+        check_state(state, {"begun": bool, "model": dict, "optimizer": dict}, "companion")
+        network = self._made or self._make()
+        network.load_state_dict(state)
+        self.network = network
         self.forget()
 
     def reset(self) -> None:

@@ -19,6 +19,7 @@ from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, add_note,
 from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
 from dcl_optim.penalty.pull import Scale
+from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import count_as_step
 from dcl_optim.pytorch.parameters import (
     all_or_nothing,
@@ -60,6 +61,7 @@ class Network:
 
     Attributes:
         module: the companion.
+        device: where the base's first parameter is.
         optimizer: its optimizer.
         wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
         is_new: whether no backward pass has run in it, and it has no weights of a state.
@@ -83,8 +85,8 @@ class Network:
         self._forward = vars(model).get("forward")
         self._known = _trained_by(base)
         self._seen: set[Any] = set()  # the same at the last forward
-        self._device = next(parameters_of(base)).device
-        with forked_rng(self._device), torch.inference_mode(False):
+        self.device = next(parameters_of(base)).device
+        with forked_rng(self.device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
             names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
             own = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in names}
@@ -118,6 +120,7 @@ class Network:
         if seen == self._seen:
             return False
         self._seen = seen
+        self.device = next(parameters_of(self._base)).device
         trained = {parameter for parameter, *_ in seen}
         for theirs, ours in self._twins.items():
             for tensor in (ours, self.wide.behind(ours)):
@@ -191,7 +194,7 @@ class Network:
         self.has_begun = self.has_begun or not are_zero(gradients)
         if self.has_begun:
             try:
-                with forked_rng(self._device):
+                with forked_rng(self.device):
                     self.optimizer.step()
             except Exception as error:
                 add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
@@ -244,7 +247,8 @@ class Network:
         return own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`, or nothing of it."""
+        """Load a state of :meth:`state_dict`, or nothing of it, with a ValueError if it does not fit."""
+        check_state(state["model"], self.own_tensors(), "companion")
         with all_or_nothing(self.optimizer):
             saved = _with_keys(lambda key: int(key) if str(key).isdigit() else key, state["optimizer"])
             self.optimizer.load_state_dict(saved)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -89,11 +91,6 @@ def _are_saved_tensors_hooked() -> bool:
         return True
 
 
-def copied(arguments: Arguments) -> Any:
-    """Copy what a network may write to: tensors, and objects that torch's pytree does not know, these shallowly."""
-    return map_leaves(_copy, arguments)
-
-
 def _copy(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one. But
@@ -103,6 +100,10 @@ def _copy(leaf: Any) -> Any:
         return copy.copy(leaf)  # a batch in which forward keeps its outputs
     except Exception:  # whatever a class raises of which there is no copy, such as a generator
         return leaf
+
+
+# Copies what a network may write to: tensors, and objects that torch's pytree does not know, these shallowly.
+copied: Callable[[Arguments], Any] = functools.partial(map_leaves, _copy)
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager[Any]:
