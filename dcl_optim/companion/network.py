@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import repeat
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -84,7 +83,7 @@ class Network:
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
         self._known = _trained_by(base)
-        self._seen: set[Any] = set()  # the same at the last forward
+        self._seen: list[Any] = []  # the groups at the last forward
         self.device = next(parameters_of(base)).device
         with forked_rng(self.device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
@@ -116,16 +115,20 @@ class Network:
 
         The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
         """
-        seen = _trained_by(self._base)
+        # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
+        seen = [
+            (list(map(id, group["params"])), list(map(_kind, group["params"]))) for group in self._base.param_groups
+        ]
         if seen == self._seen:
             return False
         self._seen = seen
         self.device = next(parameters_of(self._base)).device
-        trained = {parameter for parameter, *_ in seen}
+        trained = _trained_by(self._base)
+        parameters = {parameter for parameter, *_ in trained}
         for theirs, ours in self._twins.items():
             for tensor in (ours, self.wide.behind(ours)):
-                tensor.requires_grad_(theirs in trained)
-        return not seen <= self._known
+                tensor.requires_grad_(theirs in parameters)
+        return not trained <= self._known
 
     def follow(self) -> None:
         """Bring the companion to where the model is."""
@@ -265,11 +268,11 @@ class Network:
 
 def _trained_by(base: Optimizer) -> set[Any]:
     """What a base optimizer trains, each parameter with the number of its group, and where it is."""
-    found: set[Any] = set()
-    for number, group in enumerate(base.param_groups):
-        trained = list(filter(requires_grad, group["params"]))  # without a line of Python for each
-        found.update(zip(trained, repeat(number), map(_place, trained), strict=False))
-    return found
+    return {
+        (parameter, number, _kind(parameter))
+        for number, group in enumerate(base.param_groups)
+        for parameter in filter(requires_grad, group["params"])
+    }
 
 
 def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -278,4 +281,4 @@ def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str
     return state | {"state": {convert(key): value for key, value in state["state"].items()}}
 
 
-_place = attrgetter("device", "dtype")
+_kind = attrgetter("requires_grad", "device", "dtype")
