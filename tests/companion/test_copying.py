@@ -55,6 +55,31 @@ def test_model_that_cannot_be_copied():
     fit(optimizer, batches(2))
 
 
+def test_a_copy_whose_parameters_have_other_names_is_refused() -> None:
+    """As of Keras's models, whose names are counted up."""
+
+    class Renamed(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+            self.add_module(name, nn.Linear(FEATURES, CLASSES).double())
+
+        def __deepcopy__(self, memo: Any) -> nn.Module:
+            return Renamed(self.name + "_1")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.get_submodule(self.name)(x)
+
+    model = Renamed("dense")
+    refused = wrap(model)
+    with pytest.raises(ValueError, match=r"have other names or another order; .* pass it as companion="):
+        model(one()[0])
+    refused.detach()
+    optimizer = wrap(model, companion=Renamed("dense"))
+    train(model, optimizer, batches(2))
+    assert optimizer.logs()["penalty"] > 0
+
+
 # ---- what a script does between wrapping and the first forward pass --------------------------------------------------
 
 

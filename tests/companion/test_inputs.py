@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 from collections import OrderedDict, UserDict, namedtuple
 
 import pytest
@@ -254,3 +255,33 @@ def test_an_input_that_is_refilled_before_the_backward_pass_is_the_companions_as
             optimizer.step()
         found.append(optimizer.companion)
     assert_same(*found)
+
+
+# ---- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_pass_in_the_middle_of_another_threads_is_an_error() -> None:
+    """The companion would get the draws of one with the inputs of the other."""
+    model = mlp()
+    raised: list[str] = []
+
+    def call_in_another_thread(module: nn.Module, args: Any, output: Tensor) -> None:
+        if threading.current_thread() is threading.main_thread():
+            other = threading.Thread(target=call)
+            other.start()
+            other.join()
+
+        else:
+            raise ZeroDivisionError
+
+    def call() -> None:
+        with pytest.raises(ZeroDivisionError):
+            model(DATA[1][0])
+        raised.append("in the other thread")
+
+    model[1].register_forward_hook(call_in_another_thread)
+    optimizer = wrap(model)
+    with pytest.raises(RuntimeError, match=r"two threads call the model .*\n  Fix: give each thread"):
+        model(DATA[0][0])
+    assert raised
+    optimizer.detach()

@@ -55,6 +55,13 @@ def test_companion_optimizer_of_its_own():
     assert optimizer.companion_optimizer.param_groups[0]["lr"] == 0.02
 
 
+def test_a_companions_optimizer_of_other_parameters_than_it_gets_is_refused() -> None:
+    """Of a companion in half precision it would not step the weights of float32."""
+    model, companion = mlp(dtype=torch.bfloat16), mlp(1, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="of the parameters that it gets, and of no others"):
+        wrap(model, companion=companion, companion_optimizer=lambda _: sgd(companion))
+
+
 class Muon(torch.optim.Optimizer):
     """Takes groups of exactly its keys, as implementations of Muon do."""
 
@@ -168,6 +175,18 @@ def test_those_that_have_stepped_begin_without_their_state_in_the_companion(kept
     assert_same([one.state_dict() for one in base._inner()], before)
 
 
+class Container(torch.optim.Optimizer):
+    """Steps two optimizers with groups of their own, which the script schedules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {})
+        self.held = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.held:
+            one.step()
+
+
 class Holding(torch.optim.SGD):
     """Holds something that no copy can be made of."""
 
@@ -278,6 +297,7 @@ def test_making_a_companions_optimizer_does_not_change_the_class_of_the_base():
     ("base", "message"),
     [
         (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot train the companion"),
+        (Container, "the Container holds a SGD with groups of its own, whose options the companion cannot follow"),
         (lambda model: Holding(model.parameters()), r"the Holding could not be copied .*lock"),
     ],
 )
