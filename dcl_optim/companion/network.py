@@ -23,6 +23,7 @@ from dcl_optim.pytorch.internals import count_as_step
 from dcl_optim.pytorch.parameters import (
     all_or_nothing,
     gradients_of,
+    has_other_parameters,
     parameters_of,
     requires_grad,
 )
@@ -32,9 +33,11 @@ TINY = 1e-30  # what can be divided by
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
 NOTHING_TO_TRAIN = (
     "companion has no parameter to train: none that the base optimizer trains is one of the model's and has "
-    "requires_grad=True.\n  Fix: unfreeze one. Where an engine has put its own in their place (DeepSpeed's ZeRO, or "
-    "its bfloat16 in stage 0), use DCPOptimizer and the term, loss + optimizer.penalty(logits, labels). Ask for "
-    "optimizer.companion before a forward pass with other parameters (functional_call)"
+    "requires_grad=True. Either all are frozen, or an engine has put its own in their place (DeepSpeed's ZeRO, or its "
+    "bfloat16 in stage 0), or this forward pass has others.\n"
+    "  Fix: unfreeze one; with an engine use DCPOptimizer and add the penalty to the loss, loss + "
+    "optimizer.penalty(logits, labels); else ask for optimizer.companion before a forward pass with other parameters "
+    "(functional_call)"
 )
 
 
@@ -71,6 +74,8 @@ class Network:
     """
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
+        if has_other_parameters(base, model):
+            raise ValueError(NOTHING_TO_TRAIN)
         self.is_new = True
         self.has_predicted = False
         self.has_begun = False
@@ -121,10 +126,12 @@ class Network:
         ]
         if seen == self._seen:
             return False
-        self._seen = seen
-        self.device = next(parameters_of(self._base)).device
         trained = _trained_by(self._base)
         parameters = {parameter for parameter, *_ in trained}
+        if self._twins.keys().isdisjoint(parameters) and has_other_parameters(self._base, self._model):
+            raise ValueError(NOTHING_TO_TRAIN)
+        self._seen = seen
+        self.device = next(parameters_of(self._base)).device
         for theirs, ours in self._twins.items():
             for tensor in (ours, self.wide.behind(ours)):
                 tensor.requires_grad_(theirs in parameters)

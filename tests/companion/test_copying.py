@@ -55,19 +55,19 @@ def test_model_that_cannot_be_copied():
     fit(optimizer, batches(2))
 
 
-def test_a_copy_whose_parameters_have_other_names_is_refused() -> None:
+def test_a_copy_whose_parameters_have_other_names_is_refused():
     """As of Keras's models, whose names are counted up."""
 
     class Renamed(nn.Module):
-        def __init__(self, name: str) -> None:
+        def __init__(self, name):
             super().__init__()
             self.name = name
             self.add_module(name, nn.Linear(FEATURES, CLASSES).double())
 
-        def __deepcopy__(self, memo: Any) -> nn.Module:
+        def __deepcopy__(self, memo):
             return Renamed(self.name + "_1")
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.get_submodule(self.name)(x)
 
     model = Renamed("dense")

@@ -265,7 +265,7 @@ def test_a_forward_pass_in_the_middle_of_another_threads_is_an_error() -> None:
     model = mlp()
     raised: list[str] = []
 
-    def call_in_another_thread(module: nn.Module, args: Any, output: Tensor) -> None:
+    def call_in_another_thread(module, args, output):
         if threading.current_thread() is threading.main_thread():
             other = threading.Thread(target=call)
             other.start()

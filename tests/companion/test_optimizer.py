@@ -182,7 +182,7 @@ class Container(torch.optim.Optimizer):
         super().__init__(model.parameters(), {})
         self.held = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2])]
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for one in self.held:
             one.step()
 

@@ -108,7 +108,7 @@ def test_a_companion_needs_stage_0_in_float32(way, found):
         if (stage, dtype) != (0, "fp32"):
             error = found[f"{stage} {dtype} dcl {way}"]
             assert "an engine has put its own in their place" in error
-            assert "Fix: with an engine use DCPOptimizer and add the penalty" in error
+            assert "with an engine use DCPOptimizer and add the penalty" in error
             assert "strict" not in error
 
 

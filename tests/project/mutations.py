@@ -119,7 +119,15 @@ class Fault:
 NOTHING = begin("return None")
 GUARDS = [
     *("forward_begins", "logits_not_found", "logits_replaced", "step_is_over", "graph_of_term_is_kept"),
-    *("gradient_not_read", "gradient_read", "term_called", "closure_ends", "step_has_no_penalty", "step_ends"),
+    *(
+        "gradient_not_read",
+        "gradient_read",
+        "first_term_called",
+        "term_called",
+        "closure_ends",
+        "step_has_no_penalty",
+        "step_ends",
+    ),
     *("superseded", "detached", "model_loaded", "state_loaded", "forward_alone"),
 ]
 FAULTS = [
