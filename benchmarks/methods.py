@@ -200,7 +200,7 @@ def companion_prototype(script: Script, term: bool = False, **settings: Any) -> 
 
 
 # By hand with the paper's settings, by the line and by the term with the defaults; DCL with all rows, as by hand, and
-# with half of them.
+# with a half and a quarter of them.
 METHODS: dict[str, Build] = {
     "plain": plain,
     "DCP, by hand": prototypes_by_hand,
@@ -211,6 +211,7 @@ METHODS: dict[str, Build] = {
     "DCL, term": partial(companion_learning, companion_fraction=1, term=True),
     "DCL, line, half": partial(companion_learning, companion_fraction=0.5),
     "DCL, term, half": partial(companion_learning, companion_fraction=0.5, term=True),
+    "DCL, line, quarter": partial(companion_learning, companion_fraction=0.25),
 }
 
 

@@ -153,16 +153,16 @@ ON_CPU = {
     "tokens": Workload(
         "8,000 classes a token, 64 tokens", language_model, (64, 128), 8, 8_000, labels=(64,), flattened=True
     ),
+    "text": Workload("Text, 2 transformer layers, 64 tokens", text_classifier, (64, 128), 32),
 }
 ON_CUDA = {
     "resnet18-128": Workload("ResNet-18 32x32", resnet_cifar, (3, 32, 32), 128),
     "resnet50": Workload("ResNet-50 224x224", _resnet50, (3, 224, 224), 128, 1000),
     "vit-b16": Workload("ViT-B/16 224x224", _vit_b16, (3, 224, 224), 128, 1000),
 }
-OF_FRACTION = {"text": Workload("Text, 2 transformer layers, 64 tokens", text_classifier, (64, 128), 32)}
 # Networks whose logits are most of them.
 MANY_CLASSES = {f"classes-{count}": _mlp(64, 128, count, batch=256) for count in (10, 1_000, 8_000, 50_000)}
-WORKLOADS = ON_CPU | ON_CUDA | OF_FRACTION | MANY_CLASSES
+WORKLOADS = ON_CPU | ON_CUDA | MANY_CLASSES
 
 
 # ---- where and how they run ------------------------------------------------------------------------------------------

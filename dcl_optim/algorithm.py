@@ -1,4 +1,4 @@
-r"""Algorithm 1 for one batch, by both ways: the gradient of the logits (the line), and the penalty term.
+r"""Algorithm 1 for one batch, by both ways: the gradient of the logits (the line), and the term.
 
 Not in optimizer.py, since Lightning runs the optimizer's methods on another object.
 """
@@ -229,12 +229,14 @@ class Algorithm:
     # ---- the penalty as a term: loss + λ Δ(z, c) ---------------------------------------------------------------------
 
     def term(self, z: Tensor, forward: Forward | None, labels: Labels | None) -> Tensor:
-        """The weighted penalty, a scalar with a gradient for z; the forecaster learns in its backward pass.
+        """The term, a scalar with a gradient for z; the forecaster learns in its backward pass.
 
         The forward pass is None if no training forward pass returned z, which is an error.
         """
         self.guards.term_called(z, forward, labels, self.hooks.attached)
         assert forward is not None
+        if not self.uses_term:
+            self.guards.first_term_called(self.progress)
         pull = self.forecaster.pull(forward, labels)
         weight = self.weight(forward.step_number)
         self.uses_term = True

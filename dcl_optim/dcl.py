@@ -69,7 +69,7 @@ class DCLOptimizer(ForecastOptimizer):
             None (default) for 0.5, or for all rows, without a warning, where the companion cannot get a part of them.
             With 1 it gets all rows, with the dropout masks of the model.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.99. The paper's value is 0.6. With mse,
-            1 - alpha scales the companion's gradient, which Adam and similar optimizers divide out:
+            1 - alpha multiplies the companion's gradient, which Adam and similar optimizers divide out:
             ``companion_lr_scale`` scales its steps there.
         distance: :math:`\Delta`: ``"mse"`` (default; linear for distant rows), ``"squared"`` (the paper's), ``"l1"``,
             ``"kl"``, ``"infonce"``, or a function (z, c) of rows (N, K) that returns one value a row, (N,).
@@ -79,7 +79,7 @@ class DCLOptimizer(ForecastOptimizer):
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
         RuntimeError: the model cannot be copied, or its copy would train the model's own parameters (at the first
-            training forward pass); the loss scale of the first batches cannot be read (in backward).
+            training forward pass); the factor on the loss of the first batches cannot be read (in backward).
 
     Warns:
         UserWarning: the copy's first prediction differs from the model's logits; the companion cannot get a part of the

@@ -31,7 +31,7 @@ class Forecaster(ABC):
 
     1. :meth:`before_forward` as the model is called;
     2. :meth:`predict` when it has returned, if its logits need a gradient;
-    3. :meth:`pull` at each backward pass through its logits, or when the penalty term is made;
+    3. :meth:`pull` at each backward pass through its logits, or when the term is made;
     4. :meth:`observe` at the first of these backward passes, if its batch was read and is finite.
 
     :meth:`learn` follows each step of the base optimizer; :meth:`forget` a step that a gradient scaler skipped.
@@ -39,7 +39,7 @@ class Forecaster(ABC):
     Attributes:
         distance: a function (z, c) of rows (N, K) that returns one value a row.
         reads_labels: whether the labels of a batch are needed.
-        predicts: whether :meth:`predict` is needed; if not, the penalty term takes any logits.
+        predicts: whether :meth:`predict` is needed; if not, the term takes any logits.
         num_classes: K of a forecaster with ``reads_labels``; 0 before it is known.
         given_num_classes: K if the script gave it; then labels that are the rows' places are classes.
     """

@@ -101,7 +101,7 @@ class ForecastOptimizer(OptimizerWrapper):
         Raises:
             RuntimeError: there are gradients, but no backward pass through a training forward pass of the model, or
                 ``penalty`` was called, and took part in no backward pass (``strict=False`` allows both); the base
-                optimizer is LBFGS, and the loss in the closure has no penalty term; or another optimizer has wrapped
+                optimizer is LBFGS, and the loss in the closure has no term; or another optimizer has wrapped
                 the model since.
 
         Warns:

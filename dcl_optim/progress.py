@@ -18,7 +18,7 @@ class Outcome(IntEnum):
     """What a forward pass has become."""
 
     OPEN = 0  # the forecaster has not learned from it
-    GIVEN = 1  # the penalty term got its logits
+    GIVEN = 1  # the term got its logits
     LEARNED = 2  # the forecaster has learned from it
     RELEASED = 3  # the step is over
 
@@ -34,7 +34,7 @@ class Stage(IntEnum):
 
 
 class Forward:
-    """What is known about one training forward pass, or about one tensor of logits that the penalty term got.
+    """What is known about one training forward pass, or about one tensor of logits that the term got.
 
     Args:
         logits: the logits z, of any shape with the batch first. They are copied: what a script or a fused loss writes
@@ -55,7 +55,7 @@ class Forward:
         outcome: what it has become.
         is_one_of_several: whether the model returned other tensors that may be the logits.
         prediction: what the forecaster keeps for the backward pass, which only its ``predict`` writes.
-        given: what the penalty term keeps for its backward pass.
+        given: what the term keeps for its backward pass.
     """
 
     def __init__(self, logits: Tensor, step_number: int, class_dim: int = 1, copies: bool = True) -> None:

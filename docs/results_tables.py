@@ -47,13 +47,13 @@ def overview_cost() -> str:
     rows = []
     for place, chosen in models.items():
         line = [place]
-        for way in ("DCP, term", "DCL, term"):
+        for way in ("DCP, term", "DCL, term, half"):
             ratios = [_ratios(way)[model] for model in chosen]
             if place == shorter:
                 ratios.append(shortest[way]["ratio_to_plain"]["median"])
             line.append(f"{max(ratios):.1f}")
         rows.append(line)
-    return "\n".join(grid(["one label per", "DCP", "DCL, all rows"], rows, words=1))
+    return "\n".join(grid(["one label per", "DCP", "DCL"], rows, words=1))
 
 
 def _ratios(name: str) -> dict[str, float]:
@@ -97,8 +97,26 @@ def cost(method: str, results: str = "steps") -> str:
             times = f"{table.ratio(by_line, 'time')}, {table.ratio(by_term, 'time')}"
             rows.append([*line, times, table.ratio(by_line, "memory")])
     plain = ["plain, ms"] if method == "DCP" else []
-    head = [f"{method}: network, batch size", *plain, "time: line, term", "memory"]
+    rows_of = "DCP" if method == "DCP" else "DCL, all rows"
+    head = [f"{rows_of}: network, batch size", *plain, "time: line, term", "memory"]
     return "\n".join(table.grid(head, rows, 1))
+
+
+# The row of each share of the batch that DCL's companion gets.
+SHARES = {"all rows": "DCL, line", "half of them (default)": "DCL, line, half", "a quarter": "DCL, line, quarter"}
+
+
+def cost_of_shares() -> str:
+    """The time and the memory of DCL by the line over those of plain training, by the companion's share of the rows."""
+    from benchmarks import table
+
+    rows = []
+    for figures in _benchmark("steps")["steps"]:
+        found = {row["name"]: row for row in figures["rows"]}
+        chosen = [found[name] for name in SHARES.values()]
+        cells = [f"{table.ratio(row, 'time')}, {table.ratio(row, 'memory')}" for row in chosen]
+        rows.append([f"{figures['title']}, {figures['batch_size']}", *cells])
+    return "\n".join(table.grid(["DCL: network, batch size", *SHARES], rows, 1))
 
 
 def _benchmark(name: str) -> Any:

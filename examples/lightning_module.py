@@ -1,4 +1,4 @@
-"""A LightningModule with the penalty term, class weights, logging and resumption, on scikit-learn's digits.
+"""A LightningModule with the term, class weights, logging and resumption, on scikit-learn's digits.
 
     python -m examples.lightning_module --epochs 20
     python -m examples.lightning_module --epochs 20 --stop-after 10
@@ -29,7 +29,7 @@ from dcl_optim import DCPOptimizer
 
 
 class Digits(pl.LightningModule):
-    """A classifier with class weights, which the line could not read: so its loss has the penalty term."""
+    """A classifier with class weights, which the line could not read: so its loss has the term."""
 
     def __init__(self, epochs: int, class_weights: Tensor) -> None:
         super().__init__()

@@ -142,8 +142,8 @@ def older_objects():
 
 
 @pytest.fixture(scope="module")
-def ranks(request, tmp_path_factory) -> Path:
+def ranks(request, tmp_path_factory):
     """What the module's ``worker`` has written on each of two ranks, all of it in one go: starting them takes long."""
-    folder: Path = tmp_path_factory.mktemp("ranks")
+    folder = tmp_path_factory.mktemp("ranks")
     on_two_ranks(request.module.worker, folder)
     return folder

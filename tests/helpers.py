@@ -8,9 +8,11 @@ import inspect
 import io
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
+import warnings
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +37,7 @@ from dcl_optim.progress import Forward
 
 CLASSES, FEATURES = 5, 6
 PATIENCE = 300.0  # seconds after which what has not come never will: no machine is that slow
+needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 SHARDS_ON_CPU = hasattr(torch.cpu.Stream(), "record_event")  # FSDP2 asks for it, torch 2.6 has it on accelerators only
 
 
@@ -52,6 +55,31 @@ def batch_norm_net(seed: int = 0) -> nn.Sequential:
 def dropout_net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, 12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, CLASSES)).double()
+
+
+def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The parameters of two groups that many recipes have: weights, and biases and factors of norms."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    return matrices, [parameter for parameter in model.parameters() if parameter.ndim != 2]
+
+
+class Returning(nn.Module):
+    """Returns what a function makes of the logits."""
+
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.body, self.make = mlp(), make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.body(x))
+
+
+@contextmanager
+def all_warnings() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect every warning that comes inside."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
 
 
 def linear_growth(step: int, value: float = 1.0, steps: int = 8) -> float:
@@ -123,6 +151,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, data: Any, loss: A
         optimizer.step()
 
 
+def fit(optimizer: Any, data: Any, loss: Any = F.cross_entropy) -> None:
+    """The same with an optimizer that knows its model."""
+    train(optimizer.model, optimizer, data, loss)
+
+
 @contextmanager
 def gradients_put_back(model: nn.Module) -> Iterator[None]:
     """What is done inside leaves the gradients of the model's parameters as they were."""
@@ -136,8 +169,10 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), **({"lr": 0.1, "momentum": 0.9} | options))
 
 
-def wrap(model: nn.Module, **options: Any) -> DCLOptimizer:
-    return DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
+def wrap(model: nn.Module, base: torch.optim.Optimizer | None = None, **options: Any) -> DCLOptimizer:
+    """DCL with a companion that gets all rows, and a penalty large enough to be seen."""
+    base = sgd(model) if base is None else base
+    return DCLOptimizer(base, model, **{"weight": 1.0, "companion_fraction": 1} | options)
 
 
 def one(x_seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -162,6 +197,12 @@ def cells(table: Iterable[Any], *chosen: Any) -> list[Any]:
         pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=mark)
         for cell, mark in zip(table, marks, strict=True)
     ]
+
+
+def every(number: int, table: Iterable[Any]) -> list[Any]:
+    """The same with each number-th cell of a table; a number that divides no axis meets all values of each."""
+    table = list(table)
+    return cells(table, *table[::number])
 
 
 def assert_same(first: Any, second: Any, **tolerance: float) -> None:
@@ -192,12 +233,22 @@ def assert_same_networks(first: DCLOptimizer, second: DCLOptimizer) -> None:
     assert_same(first.companion_optimizer.state_dict(), second.companion_optimizer.state_dict())
 
 
+def through_pickle(saved: Any) -> Any:
+    return pickle.loads(pickle.dumps(saved))
+
+
 def through_a_file(saved: Any, weights_only: bool = True) -> Any:
     """What torch.load gives of what torch.save wrote."""
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)
     return torch.load(file, weights_only=weights_only)
+
+
+def resume(again: Any, optimizer: Any) -> None:
+    """Load the model and the state of an optimizer into another one and its model."""
+    again.model.load_state_dict(optimizer.model.state_dict())
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 def _do_nothing(*arguments: Any) -> None:
@@ -210,6 +261,13 @@ NoGuards = type("NoGuards", (), dict.fromkeys(_METHODS, _do_nothing))  # for dcl
 
 # The ranks fork from a server that has these imported, which takes 3 s, and has run nothing.
 multiprocessing.set_forkserver_preload(["tests.helpers", "torch._dynamo"])
+
+
+def same_on_both(folder: Path, name: str) -> Any:
+    """What two ranks have written, which has to be the same."""
+    first, second = (torch.load(folder / f"{name} {rank}.pt", weights_only=True) for rank in (0, 1))
+    assert_same(first, second)
+    return first
 
 
 def on_two_ranks(function: Callable[..., None], folder: Path, *args: Any) -> None:

@@ -261,9 +261,11 @@ def train_by_hand(
 
 VARIANTS = ("dcl", "dcp")
 EACH = pytest.mark.parametrize("variant", VARIANTS)
+EACH_WAY = pytest.mark.parametrize("way", ["line", "term"])
 WEIGHT, ALPHA = 0.7, 0.4
 METHOD = {"weight": WEIGHT, "alpha": ALPHA, "distance": "squared"}
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+NEAR = {"rtol": 1e-9, "atol": 1e-10}  # where the errors of many steps add up
 
 
 class _Hand:
@@ -403,6 +405,15 @@ def term_of(optimizer: Any, way: str = "term") -> Callable[..., Any]:
         return optimizer.penalty(z if returned is None else returned)
 
     return term
+
+
+def loss_by_the_line(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(optimizer.model(x), y)
+
+
+def loss_with_the_term(optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    z = optimizer.model(x)
+    return F.cross_entropy(z, y) + term_of(optimizer)(z, y)
 
 
 # ---- loops, and what they have trained -------------------------------------------------------------------------------

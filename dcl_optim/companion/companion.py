@@ -13,25 +13,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.companion import copying
-from dcl_optim.companion.network import CompanionOptions, Network
+from dcl_optim.companion.network import TINY, CompanionOptions, Network
 from dcl_optim.companion.optimizer import add_note, are_zero, check_optimizer
 from dcl_optim.companion.replay import Arguments, Replay, copied
-from dcl_optim.companion.rows import Rows, cut
+from dcl_optim.companion.rows import Rows
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
 from dcl_optim.penalty.layout import Masks, to_rows
 from dcl_optim.penalty.pull import Pull, Scale, pull_of, pull_towards_target
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch.arguments import check_state
-from dcl_optim.pytorch.internals import tensors_of, warn_once
-from dcl_optim.pytorch.outputs import find_logits, leaves_of
+from dcl_optim.pytorch.internals import warn_once
+from dcl_optim.pytorch.outputs import find_logits
 from dcl_optim.pytorch.parameters import parameters_of
-from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts, refuse_flat_shards, sum_of_norms, unwrapped
+from dcl_optim.pytorch.ranks import DataParallelGroup, refuse_flat_shards, sum_of_norms, unwrapped
 
-TINY = 1e-30  # what can be divided by
 HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which ends at 65,504
 IN_COMPANION = (
-    "This was raised in the {} pass of dcl_optim's companion, on the model's inputs. Where a script sets an attribute "
+    "This was raised in dcl_optim's companion, which ran on the model's inputs. Where a script sets an attribute "
     "of the model, or resets or detaches a hidden state, it has to do so on optimizer.companion too. The companion has "
     "none of the script's hooks."
 )
@@ -81,7 +80,7 @@ class Companion(Forecaster):
 
     Prediction: its logits c on the same batch. Learning: one step of its optimizer on
     :math:`\Delta(c, \alpha\,\mathrm{stop}(c) + (1-\alpha)\,\mathrm{stop}(z))` with the same c; of several forward
-    passes on their mean, weighted by the loss scales. Its backward pass runs when that of the model has ended.
+    passes on their mean, weighted by the losses' factors. Its backward pass runs when that of the model has ended.
 
     Args:
         model: the model.
@@ -107,22 +106,22 @@ class Companion(Forecaster):
         options: CompanionOptions = DEFAULTS,
     ) -> None:
         self.distance = distance
-        self._model = model
+        self._model = unwrapped(model)
         self._base = base
         self._logits = logits
         self._options = options
+        self._is_copy = options.companion is None
         refuse_flat_shards(model)
         check_optimizer(base, options.make_optimizer)
         self._group = DataParallelGroup(model, options.process_group)
-        self._network: Network | None = None
         self._replay = Replay()
         self._rows = Rows(options.fraction)
         self._said: set[str] = set()
         self._masks = Masks()
         self._start()
         # A copy is made at the first training forward pass, when the script has set up the model.
-        if options.companion is not None:
-            self._network = self._make()
+        if not self._is_copy:
+            self.network = self._make()
 
     def _start(self) -> None:
         """Begin with nothing to learn."""
@@ -132,48 +131,49 @@ class Companion(Forecaster):
         self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
         self._half_factor: Tensor | None = None  # of all gradients in float16
 
-    def _make(self) -> Network:
-        return Network(unwrapped(self._model), self._base, self._options, self._group)
-
-    @property
+    @functools.cached_property
     def network(self) -> Network:
         """The module with its optimizer; made now if not before."""
-        self._network = self._network or self._make()
-        return self._network
+        return self._make()
+
+    def _make(self) -> Network:
+        return Network(self._model, self._base, self._options, self._group)
+
+    @property
+    def _made(self) -> Network | None:
+        return vars(self).get("network")
 
     # ---- the prediction: c = f(ω, x) ---------------------------------------------------------------------------------
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], step_number: int) -> None:
         self._group.find()
-        network = self.network
-        if network.has_changed():
-            network.has_predicted = False  # one that was given may share what trains now
-            if self._options.companion is None:
+        if self.network.has_changed():
+            self.network.has_predicted = False  # one that was given may share what trains now
+            if self._is_copy:
                 self.reset()
-                network = self.network
                 warn_once(self._said, COPIED_AGAIN)
-        if network.loaded_since:
+        if self.network.loaded_since:
             warn_once(self._said, WEIGHTS_LOADED)
-        network.follow()
-        self._replay.before_forward(args, kwargs, next(parameters_of(self._base)).device)
+        self.network.follow()
+        self._replay.before_forward(args, kwargs, self.network.device)
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         network = self.network
         arguments = self._replay.arguments(args, kwargs)
-        call = self._call if network.has_predicted else self._call_first
-        drawn = None
+        checks = not network.has_predicted
+        is_equal = checks and self._is_copy and network.is_new  # to the model
         shape = forward.shape
-        if self._options.fraction != 1:
-            drawn = self._draw(network, forward, arguments)
+        seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
         try:
+            drawn, part = self._rows.draw(forward, arguments, network.module, self._call, seed)
             if drawn is not None:
-                if network.is_new and not network.has_predicted and self._options.companion is None:
-                    self._compare_whole(network, arguments, forward)
-                arguments = cut(arguments, shape[0], drawn)
                 shape = torch.Size([len(drawn), *shape[1:]])
-            logits = call(network, arguments, forward)
+                if is_equal:
+                    self._compare_whole(arguments, forward)
+            before = copying.written(self._model) if checks else []
+            logits = self._call(part)
         except Exception as error:
-            add_note(error, IN_COMPANION.format("forward"))
+            add_note(error, IN_COMPANION)
             raise
         if logits.shape != shape:
             raise ValueError(
@@ -181,44 +181,32 @@ class Companion(Forecaster):
                 f"{tuple(shape)}. Pass a companion with the outputs of the model, or after a change "
                 "of the model's head build the base optimizer and wrap it again"
             )
+        if checks:
+            if copying.written(self._model) != before:
+                raise RuntimeError(WRITES_TO_THE_MODEL)
+            own = {*parameters_of(network.optimizer), *network.module.parameters()}
+            copying.require_own_leaves(logits, self._model, self._base, own)
+            if is_equal and drawn is None:
+                copying.require_equal(forward.logits, logits.detach())
+            if not logits.is_meta:
+                self._masks.look_for(logits)  # of a companion from a state, which may mask what the model does not
+            network.has_predicted = True
         forward.prediction = Prediction(logits, drawn)
         self._has_predicted = True
 
-    def _draw(self, network: Network, forward: Forward, arguments: Arguments) -> Tensor | None:
-        """The numbers of the rows that the companion gets; None for all."""
-        seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
-        call = functools.partial(self._call, network)
-        return self._rows.draw(forward.logits, arguments, network.module, call, seed)
-
-    def _compare_whole(self, network: Network, arguments: Arguments, forward: Forward) -> None:
+    def _compare_whole(self, arguments: Arguments, forward: Forward) -> None:
         """Check that a new copy equals the model, of the whole batch, but without a graph, and leave no trace."""
-        before = [buffer.clone() for buffer in network.module.buffers()]
+        buffers = list(self.network.module.buffers())
+        before = [buffer.clone() for buffer in buffers]
         with torch.no_grad():
-            logits = self._call(network, copied(arguments))
-            for buffer, value in zip(network.module.buffers(), before, strict=True):
+            logits = self._call(copied(arguments))
+            for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
         if logits.shape == forward.shape:
             copying.require_equal(forward.logits, logits)
 
-    def _call(self, network: Network, arguments: Arguments, forward: Any = None) -> Tensor:
-        return find_logits(self._replay.call(network.module, *arguments), self._logits)
-
-    def _call_first(self, network: Network, arguments: Arguments, forward: Forward) -> Tensor:
-        """The first prediction: check that the companion shares nothing that it trains, and a copy equals the model."""
-        model = unwrapped(self._model)
-        given = leaves_of(tensors_of(arguments))  # before the forward edits them
-        before = copying.written(model)
-        logits = self._call(network, arguments)
-        if copying.written(model) != before:
-            raise RuntimeError(WRITES_TO_THE_MODEL)
-        own = [*parameters_of(network.optimizer), *network.module.parameters(), *given]
-        copying.require_own_leaves(logits, model, self._base, own)
-        if self._options.companion is None and network.is_new and logits.shape == forward.shape:
-            copying.require_equal(forward.logits, logits.detach())
-        if not logits.is_meta:
-            self._masks.look_for(logits)  # of a companion from a state, which may mask what the model does not
-        network.has_predicted = True
-        return logits
+    def _call(self, arguments: Arguments) -> Tensor:
+        return find_logits(self._replay.call(self.network.module, *arguments), self._logits)
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         prediction: Prediction = forward.prediction
@@ -259,8 +247,7 @@ class Companion(Forecaster):
 
         The smallest factor of all forward passes, also for what they have brought before.
         """
-        largest = gradient.abs().sum(0).amax()
-        factor = torch.where(largest > 0, HALF_SIZE / largest, 1.0)
+        factor = HALF_SIZE / gradient.abs().sum(0).amax().clamp(min=TINY)
         before = self._half_factor
         if before is not None and self._total_scale is not None:
             factor = torch.minimum(factor, before)
@@ -285,76 +272,62 @@ class Companion(Forecaster):
             with torch.autocast(logits[0].device.type, enabled=False):  # under which no backward pass is to run
                 torch.autograd.backward(logits, gradients)
         except Exception as error:
-            add_note(error, IN_COMPANION.format("backward"))
+            add_note(error, IN_COMPANION)
             raise
 
     def learn(self, alpha: float) -> None:
         if self._pending:  # which only compiled autograd leaves
             self.end_backward()
-        network = self._network
-        has_ranks = self._group.size > 1 and self._has_predicted
-        total = self._total_scale  # also 0 on a device, of batches that were not read
-        if network is not None and (total is not None or has_ranks):
-            gradients = network.gradients_to_step(fills=has_ranks)  # every rank must bring the same to the reduction
-            if gradients and total is not None:  # the mean over the forward passes, weighted by their loss scales
-                parts = local_parts(gradients) if network.has_shards else gradients
-                divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
-                torch._foreach_div_(parts, divisor)
-            if has_ranks:
-                self._group.average(gradients)
-            network.step()
+        has_ranks = self._group.size > 1 and self._has_predicted  # each of which must bring the same to the reduction
+        if has_ranks or self._total_scale is not None:
+            self.network.step(self._total_scale, has_ranks)
         self._start()
 
     def check_values(self) -> None:
         self._group.warn_of_ranks()
-        network = self._network
-        if network is None or _is_finite(network.optimizer) or not _is_finite(self._base):  # the same on all ranks
+        if self._made is None or _is_finite(self._made.optimizer) or not _is_finite(self._base):  # alike on all ranks
             return
-        if self._options.companion is None:
+        if self._is_copy:
             self.reset()
         warn_once(self._said, DIVERGED)
 
     def forget(self) -> None:
         self._start()
-        if self._network is not None:
-            self._network.clear_gradients()
+        if self._made is not None:
+            self._made.clear_gradients()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
 
     def model_loaded(self) -> None:
-        if self._network is not None and self._options.companion is None:
-            self._network.loaded_since = self._network.has_predicted
+        if self._made is not None and self._is_copy:
+            self._made.loaded_since = self._made.has_predicted
 
     def create_state(self) -> None:
         self.network.create_state()
 
     def switch(self, mode: str) -> None:
-        if self._network is not None:
-            self._network.switch(mode)
+        if self._made is not None:
+            self._made.switch(mode)
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(NOT_MADE) if self._network is None else self._network.state_dict()
-
-    def check_state(self, state: dict[str, Any]) -> None:
-        if state != NOT_MADE or self._options.companion is not None:
-            check_state(state, {"begun": bool, "model": dict, "optimizer": dict}, "companion")
-            check_state(state["model"], (self._network or self._make()).own_tensors(), "companion")
+        return dict(NOT_MADE) if self._made is None else self._made.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state == NOT_MADE:
+        if state == NOT_MADE and self._is_copy:
             self.reset()
             return
-        network = self._network or self._make()
+        check_state(state, {"begun": bool, "model": dict, "optimizer": dict}, "companion")
+        network = self._made or self._make()
         network.load_state_dict(state)
-        self._network = network
+        self.network = network
         self.forget()
 
     def reset(self) -> None:
         """Drop the companion: the next training forward pass begins with a new one, as the first did."""
-        if self._options.companion is not None:
+        if not self._is_copy:
             raise RuntimeError("companion was given as a module: load weights into it, or wrap the model again")
-        self.forget()
-        self._network = None
+        self._start()
+        vars(self).pop("network", None)
 
 
 def _is_finite(optimizer: Optimizer) -> bool:

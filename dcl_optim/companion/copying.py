@@ -34,24 +34,24 @@ NOT_COPIED = (
 
 
 def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Module:
-    """Give the companion that the user asked for: a copy of the model, or a module."""
-    if given is None:
-        return copy_model(model, base)
-    if not isinstance(given, nn.Module):
-        raise TypeError(f"companion must be a torch.nn.Module or None, got {given!r}")
-    if any(map(requires_grad, set(model.parameters()).intersection(given.parameters()))):
-        raise ValueError("companion shares trained parameters with the model; it must have its own")
-    given.zero_grad()  # of what the script has trained it by
-    return given
+    """Give the companion that the user asked for: a module, or a copy of the model.
 
-
-def copy_model(model: nn.Module, base: Optimizer) -> nn.Module:
-    """Copy a model. The copy shares what the base optimizer does not train, and has no hooks of the script."""
+    The copy shares what the base optimizer does not train, and has no hooks of the script.
+    """
+    if given is not None:
+        if not isinstance(given, nn.Module):
+            raise TypeError(f"companion must be a torch.nn.Module or None, got {given!r}")
+        if any(map(requires_grad, set(model.parameters()).intersection(given.parameters()))):
+            raise ValueError("companion shares trained parameters with the model; it must have its own")
+        given.zero_grad()  # of what the script has trained it by
+        return given
     try:
         copied = copy.deepcopy(model, _not_copied(model, base))
     except Exception as error:
         what = "the companion could not be made as a copy of the model"
         raise RuntimeError(f"{what} ({error}); {PASS_A_MODULE}") from error
+    if [name for name, _ in copied.named_parameters()] != [name for name, _ in model.named_parameters()]:
+        raise ValueError(f"the parameters of the model's copy have other names or another order; {PASS_A_MODULE}")
     copies = list(copied.modules())
     for module in copies:
         for table, key, hook in hooks_of(module):
@@ -87,22 +87,22 @@ def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
 # ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def require_own_leaves(logits: Tensor, model: nn.Module, base: Optimizer, own: list[Tensor]) -> None:
+def require_own_leaves(logits: Tensor, model: nn.Module, base: Optimizer, own: set[Tensor]) -> None:
     """Raise RuntimeError if the companion's backward pass would give a gradient to tensors that are not its own.
 
     Args:
         logits: of the companion, with their graph.
         model: the model, whose parameters are never the companion's own.
-        base: its optimizer. If it trains tensors that the model holds in a list, leaves that are no parameters count.
-        own: the parameters of the companion and of its optimizer, and the leaves of the forward pass's arguments.
+        base: its optimizer. If it trains tensors that are no parameters, leaves that are none count.
+        own: the parameters of the companion and of its optimizer.
     """
     if any(map(is_sharded, own)):
         return
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    allowed = set(own).difference(names)
-    with_tensors = not names.keys() >= set(parameters_of(base))
+    allowed = own.difference(names)
+    kinds = (nn.Parameter, *map(type, parameters_of(base)))
     for leaf in leaves_of([logits]):
-        if (with_tensors or isinstance(leaf, nn.Parameter)) and leaf not in allowed:
+        if isinstance(leaf, kinds) and leaf not in allowed:
             what = f"the model's {names[leaf]!r}" if leaf in names else f"a tensor of shape {tuple(leaf.shape)}"
             raise RuntimeError(f"the companion would train {what}, which is not its own: {NOT_COPIED}")
     if not logits.requires_grad:
@@ -114,8 +114,7 @@ def require_own_leaves(logits: Tensor, model: nn.Module, base: Optimizer, own: l
 
 def require_equal(logits: Tensor, prediction: Tensor) -> None:
     """Warn if a copy's first prediction differs from the model's logits by more than rounding. Synchronizes."""
-    can_read = not (logits.is_meta or is_sharded(logits))
-    if can_read and not are_close(logits, prediction, ROUNDING):
+    if not logits.is_meta and not are_close(logits, prediction, ROUNDING):
         warn(
             "the first prediction of dcl_optim's companion, a copy of the model, is not what the model gave for the "
             "same input, and the difference is in the penalty. Usual reasons: hooks of the model that are not copied "

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -17,6 +17,8 @@ from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, add_note, are_zero, make_optimizer
 from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
+from dcl_optim.penalty.pull import Scale
+from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import count_as_step
 from dcl_optim.pytorch.parameters import (
     all_or_nothing,
@@ -25,14 +27,17 @@ from dcl_optim.pytorch.parameters import (
     parameters_of,
     requires_grad,
 )
-from dcl_optim.pytorch.ranks import DataParallelGroup, is_sharded
+from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts
 
+TINY = 1e-30  # what can be divided by
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
-REPLACED = (
-    "companion has no parameter to train, since none of the base optimizer's is one of the model's: an engine has put "
-    "its own in their place (DeepSpeed's ZeRO, or its bfloat16 in stage 0), or this forward pass has others.\n"
-    "  Fix: with an engine use DCPOptimizer and add the penalty to the loss, loss + optimizer.penalty(logits, labels); "
-    "else ask for optimizer.companion before a forward pass with other parameters (functional_call)"
+NOTHING_TO_TRAIN = (
+    "companion has no parameter to train: none that the base optimizer trains is one of the model's and has "
+    "requires_grad=True. Either all are frozen, or an engine has put its own in their place (DeepSpeed's ZeRO, or its "
+    "bfloat16 in stage 0), or this forward pass has others.\n"
+    "  Fix: unfreeze one; with an engine use DCPOptimizer and add the penalty to the loss, loss + "
+    "optimizer.penalty(logits, labels); else ask for optimizer.companion before a forward pass with other parameters "
+    "(functional_call)"
 )
 
 
@@ -58,6 +63,7 @@ class Network:
 
     Attributes:
         module: the companion.
+        device: where the base's first parameter is.
         optimizer: its optimizer.
         wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
         is_new: whether no backward pass has run in it, and it has no weights of a state.
@@ -65,12 +71,11 @@ class Network:
         has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
             optimizers divide later; until then no step is taken.
         loaded_since: whether weights were loaded into the model since the last forward pass.
-        has_shards: whether some of its parameters are sharded.
     """
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
         if has_other_parameters(base, model):
-            raise ValueError(REPLACED)
+            raise ValueError(NOTHING_TO_TRAIN)
         self.is_new = True
         self.has_predicted = False
         self.has_begun = False
@@ -82,19 +87,21 @@ class Network:
         self._num_ranks = 0  # at the last forward; 0 before the first
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
-        self._known = _numbers_of_groups(base)
-        self._seen: list[Any] = []  # what was trained at the last forward, and where it was
-        with forked_rng(next(parameters_of(base)).device), torch.inference_mode(False):
+        self._known = _trained_by(base)
+        self._seen: list[Any] = []  # the groups at the last forward
+        self.device = next(parameters_of(base)).device
+        with forked_rng(self.device), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
-            self._twins, others = _twins_of(model, base, self.module)
+            names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+            own = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in names}
+            self._twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
+            others = [parameter for name, parameter in own.items() if name not in names.values()]
+            if not (self._twins or others):
+                raise ValueError(NOTHING_TO_TRAIN)
             self.wide = WideWeights((*self._twins.values(), *others))
             stepped = {theirs: self.wide.behind(ours) for theirs, ours in self._twins.items()}
-            groups = [[stepped[p] for p in group["params"] if p in stepped] for group in base.param_groups]
-            groups[0] += map(self.wide.behind, others)
-            self.optimizer = make_optimizer(base, groups, stepped, options.make_optimizer)
-        self.wide.keep(set(parameters_of(self.optimizer)))  # a callable may have taken the network's own
+            self.optimizer = make_optimizer(base, stepped, list(map(self.wide.behind, others)), options.make_optimizer)
         self._follow_options()
-        self.has_shards = any(map(is_sharded, self.module.parameters()))
         self._modules = [(model, self.module)]
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
@@ -114,22 +121,21 @@ class Network:
         The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
         """
         # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
-        seen = []
-        for group in self._base.param_groups:
-            trained = list(filter(requires_grad, group["params"]))
-            seen.append((list(map(id, trained)), list(map(_place, trained))))
+        seen = [
+            (list(map(id, group["params"])), list(map(_kind, group["params"]))) for group in self._base.param_groups
+        ]
         if seen == self._seen:
             return False
-        numbers = _numbers_of_groups(self._base)
-        if self._twins.keys().isdisjoint(numbers) and has_other_parameters(self._base, self._model):
-            raise ValueError(REPLACED)
+        trained = _trained_by(self._base)
+        parameters = {parameter for parameter, *_ in trained}
+        if self._twins.keys().isdisjoint(parameters) and has_other_parameters(self._base, self._model):
+            raise ValueError(NOTHING_TO_TRAIN)
         self._seen = seen
-        is_moved = False
+        self.device = next(parameters_of(self._base)).device
         for theirs, ours in self._twins.items():
             for tensor in (ours, self.wide.behind(ours)):
-                tensor.requires_grad_(theirs in numbers)
-            is_moved |= self._is_copy and _place(theirs) != _place(ours)
-        return is_moved or not numbers.items() <= self._known.items()
+                tensor.requires_grad_(theirs in parameters)
+        return not trained <= self._known
 
     def follow(self) -> None:
         """Bring the companion to where the model is."""
@@ -156,12 +162,9 @@ class Network:
         if self._options.make_optimizer is not None:
             return
         for theirs, ours in zip(self._base.param_groups, self.optimizer.param_groups, strict=False):
-            for key in FOLLOWED:
-                if key in theirs:
-                    value = theirs[key]
-                    if key == "lr" and self._options.lr_scale != 1:
-                        value = value * self._options.lr_scale
-                    ours[key] = value.clone() if isinstance(value, Tensor) else value
+            ours |= {key: copy.deepcopy(theirs[key]) for key in FOLLOWED if key in theirs}
+            if self._options.lr_scale != 1:
+                ours["lr"] = ours["lr"] * self._options.lr_scale
 
     # ---- gradients, and the step -------------------------------------------------------------------------------------
 
@@ -170,7 +173,7 @@ class Network:
         trained = filter(requires_grad, self.module.parameters())
         return [parameter.grad for parameter in trained if parameter.grad is not None]
 
-    def gradients_to_step(self, fills: bool) -> list[Tensor]:
+    def _gradients_to_step(self, fills: bool) -> list[Tensor]:
         """The gradients of what the optimizer steps; ``fills`` gives zeros to each parameter that has none."""
         if self.wide.weights:
             self.wide.widen_gradients()
@@ -180,19 +183,28 @@ class Network:
                     parameter.grad = torch.zeros_like(parameter)
         return list(gradients_of(self.optimizer))
 
-    def step(self) -> None:
+    def step(self, total: Scale | None, has_ranks: bool) -> None:
         """Step with the base's options, unless no gradient was other than 0; its draws are not taken from the script's.
 
-        To ask synchronizes, mostly in two steps.
+        To ask whether one was synchronizes, mostly in two steps.
+
+        Args:
+            total: what the gradients are divided by, so that they are the mean over the forward passes, weighted by
+                their loss scales; also 0 on a device, of batches that were not read. None without any.
+            has_ranks: whether the gradients are averaged over the ranks, and those that are missing are zeros.
         """
-        self.has_begun = self.has_begun or not are_zero(gradients_of(self.optimizer))
+        gradients = self._gradients_to_step(fills=has_ranks)
+        if gradients and total is not None:
+            parts = local_parts(gradients)
+            divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
+            torch._foreach_div_(parts, divisor)
+        if has_ranks:
+            self._group.average(gradients)
+        self._follow_options()
+        self.has_begun = self.has_begun or not are_zero(gradients)
         if self.has_begun:
-            self._follow_options()
-            draws: AbstractContextManager[Any] = nullcontext()
-            if not type(self.optimizer).__module__.startswith("torch.optim"):  # whose optimizers draw nothing
-                draws = forked_rng(next(parameters_of(self.optimizer)).device)
             try:
-                with draws:
+                with forked_rng(self.device):
                     self.optimizer.step()
             except Exception as error:
                 add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
@@ -205,9 +217,9 @@ class Network:
 
     def create_state(self) -> None:
         """Create the optimizer's state for torch.distributed.checkpoint to load into, by a step with gradients of 0."""
-        self._follow_options()
         if not self.optimizer.state:
-            self.gradients_to_step(fills=True)
+            self._follow_options()
+            self._gradients_to_step(fills=True)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -245,7 +257,8 @@ class Network:
         return own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of :meth:`state_dict`, or nothing of it."""
+        """Load a state of :meth:`state_dict`, or nothing of it, with a ValueError if it does not fit."""
+        check_state(state["model"], self.own_tensors(), "companion")
         with all_or_nothing(self.optimizer):
             saved = _with_keys(lambda key: int(key) if str(key).isdigit() else key, state["optimizer"])
             self.optimizer.load_state_dict(saved)
@@ -260,20 +273,13 @@ class Network:
         self.loaded_since = False
 
 
-def _twins_of(model: nn.Module, base: Optimizer, module: nn.Module) -> tuple[dict[Tensor, Tensor], list[Tensor]]:
-    """The companion's parameters for those of the base, by their names in the model; and those of other names."""
-    theirs = dict(model.named_parameters())
-    shared = set(theirs.values())
-    own = {name: p for name, p in module.named_parameters() if p.requires_grad and p not in shared}
-    trained = set(parameters_of(base))
-    twins: dict[Tensor, Tensor] = {p: own[name] for name, p in theirs.items() if p in trained and name in own}
-    return twins, [parameter for name, parameter in own.items() if name not in theirs]
-
-
-def _numbers_of_groups(base: Optimizer) -> dict[Tensor, int]:
-    """The number of its group for each parameter that a base optimizer trains."""
-    groups = enumerate(base.param_groups)
-    return {parameter: number for number, group in groups for parameter in filter(requires_grad, group["params"])}
+def _trained_by(base: Optimizer) -> set[Any]:
+    """What a base optimizer trains, each parameter with the number of its group, and where it is."""
+    return {
+        (parameter, number, _kind(parameter))
+        for number, group in enumerate(base.param_groups)
+        for parameter in filter(requires_grad, group["params"])
+    }
 
 
 def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -282,4 +288,4 @@ def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str
     return state | {"state": {convert(key): value for key, value in state["state"].items()}}
 
 
-_place = attrgetter("device", "dtype")
+_kind = attrgetter("requires_grad", "device", "dtype")

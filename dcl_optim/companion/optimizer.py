@@ -7,7 +7,6 @@ import inspect
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -19,10 +18,6 @@ from dcl_optim.pytorch.ranks import sum_of_norms
 MakeOptimizer = Callable[[Iterable[Any]], Optimizer]
 
 PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer from parameters>"
-NOTHING_TO_TRAIN = (
-    "companion has no parameter to train: none has requires_grad=True and is in the optimizer.\n"
-    "  Fix: unfreeze one, or ask for optimizer.companion before a forward pass with other parameters (functional_call)"
-)
 
 
 def are_zero(gradients: Iterable[Tensor]) -> bool:
@@ -35,45 +30,48 @@ def are_zero(gradients: Iterable[Tensor]) -> bool:
 def check_optimizer(base: Optimizer, make: MakeOptimizer | None) -> None:
     """Raise, before there is a companion, if no optimizer can be made for it."""
     if make is None:
-        copy_optimizer(base, [group["params"] for group in base.param_groups], {p: p for p in parameters_of(base)})
+        copy_optimizer(base, {parameter: parameter for parameter in parameters_of(base)}, [])
     elif not callable(make) or isinstance(make, Optimizer):
         raise TypeError(f"companion_optimizer must be a callable that builds one from parameters, got {make!r}")
 
 
 def make_optimizer(
-    base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor], make: MakeOptimizer | None
+    base: Optimizer, twins: dict[Tensor, Tensor], others: list[Tensor], make: MakeOptimizer | None
 ) -> Optimizer:
     """Give the optimizer that the user asked for: a copy of the base, or what a callable builds, which is left alone.
 
     Args:
-        base, groups, twins: see :func:`copy_optimizer`.
+        base, twins, others: see :func:`copy_optimizer`.
         make: the callable; None for a copy.
     """
-    if not any(groups):
-        raise ValueError(NOTHING_TO_TRAIN)
     if make is None:
-        return copy_optimizer(base, groups, twins)
-    made: Any = make(list(chain(*groups)))
+        return copy_optimizer(base, twins, others)
+    given = [*twins.values(), *others]
+    made: Any = make(given)
     if not isinstance(made, Optimizer):
         raise TypeError(f"companion_optimizer must build an optimizer, but returned {made!r}")
+    if not set(parameters_of(made)).issubset(given):
+        raise ValueError("companion_optimizer must build an optimizer of the parameters that it gets, and of no others")
     if hasattr(made, "train"):  # Schedule-Free has two modes
         made.train()
     return made
 
 
-def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tensor, Tensor]) -> Optimizer:
+def copy_optimizer(base: Optimizer, twins: dict[Tensor, Tensor], others: list[Tensor]) -> Optimizer:
     """Copy an optimizer for other parameters, without its state and its hooks; optimizers that it holds are its own.
 
     Args:
         base: the optimizer; of one that wraps another, such as SAM, the inner one is copied.
-        groups: the parameters in place of the base's, group by group.
         twins: for parameters of the base, those in their place.
+        others: further parameters, for its first group.
     """
     inner = inner_of(base)
     kind = type(inner)
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"{kind.__name__} cannot train the companion: it steps with a closure only; {PASS_ANOTHER}")
+    groups = [[twins[parameter] for parameter in group["params"] if parameter in twins] for group in base.param_groups]
+    groups[0] += others
     copied = kind.__new__(kind)
     memo: dict[int, Any] = {id(theirs): ours for theirs, ours in twins.items()}
     for one in (base, inner):  # ZeroRedundancyOptimizer's trains a part of the parameters
@@ -87,11 +85,15 @@ def copy_optimizer(base: Optimizer, groups: list[list[Tensor]], twins: dict[Tens
         raise ValueError(
             f"the {kind.__name__} could not be copied for the companion ({error!r}); {PASS_ANOTHER}"
         ) from error
+    followed = set(map(id, copied.param_groups))
     for held in memo.values():
         if isinstance(held, Optimizer):
             held.state.clear()
-    for group in copied.param_groups:
-        group.pop("param_names", None)
+            if not followed.issuperset(map(id, held.param_groups)):
+                raise ValueError(
+                    f"the {kind.__name__} holds a {type(held).__name__} with groups of its own, whose options the "
+                    f"companion cannot follow; {PASS_ANOTHER}"
+                )
     if kind is Adagrad:  # torch before 2.14 makes its state in the constructor alone
         return Adagrad(copied.param_groups, **copied.defaults)
     return copied

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,6 +15,10 @@ from torch import Tensor, nn
 from dcl_optim.pytorch.internals import map_leaves
 
 CPU = torch.device("cpu")
+THREADS = (
+    "two threads call the model for training at once: a companion follows one.\n"
+    "  Fix: give each thread a model and an optimizer of its own, or hold a lock from the forward pass to the step"
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -39,6 +46,7 @@ class Replay:
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
         self._given = args, kwargs
+        self._thread = threading.get_ident()
         self._arguments = copied((args, kwargs))
         self._device = device
         self._rng_states = [torch.get_rng_state()]
@@ -47,6 +55,8 @@ class Replay:
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
+        if self._thread != threading.get_ident():
+            raise RuntimeError(THREADS)
         arguments: Arguments = self._arguments
         if self._given[0] is not args or self._given[1] is not kwargs:  # a later pre-hook has put others in their place
             arguments = copied((args, kwargs))
@@ -81,28 +91,19 @@ def _are_saved_tensors_hooked() -> bool:
         return True
 
 
-def copied(arguments: Arguments) -> Any:
-    """Copy what a network may write to: tensors, and objects that torch's pytree does not know, these shallowly."""
-    args, kwargs = arguments
-    values = (*args, *kwargs.values())
-    # Most are tensors, whose clone takes a fifth of the time of the pytree.
-    copies = [_clone(value) if isinstance(value, Tensor) else map_leaves(_copy, value) for value in values]
-    return tuple(copies[: len(args)]), dict(zip(kwargs, copies[len(args) :], strict=True))
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one. But no
-    # leaf, which the companion's forward could not write to.
-    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
-
-
 def _copy(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return _clone(leaf)
+        # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one. But
+        # no leaf, which the companion's forward could not write to.
+        return leaf.detach().requires_grad_(leaf.requires_grad).clone()
     try:
         return copy.copy(leaf)  # a batch in which forward keeps its outputs
     except Exception:  # whatever a class raises of which there is no copy, such as a generator
         return leaf
+
+
+# Copies what a network may write to: tensors, and objects that torch's pytree does not know, these shallowly.
+copied: Callable[[Arguments], Any] = functools.partial(map_leaves, _copy)
 
 
 def forked_rng(device: torch.device) -> AbstractContextManager[Any]:

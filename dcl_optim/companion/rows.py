@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dcl_optim.companion.replay import Arguments, copied
-from dcl_optim.progress import are_close
+from dcl_optim.progress import Forward, are_close
 from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
 
 HALF = 0.5
@@ -51,59 +51,56 @@ class Rows:
         self._said: set[str] = set()
         self.generator: torch.Generator | None = None
 
-    def draw(self, logits: Tensor, arguments: Arguments, network: nn.Module, call: Call, seed: int) -> Tensor | None:
-        """Draw the numbers of rows; None for all.
+    def draw(
+        self, forward: Forward, arguments: Arguments, network: nn.Module, call: Call, seed: int
+    ) -> tuple[Tensor | None, Arguments]:
+        """Draw the numbers of rows, and cut them out of the arguments; None, and these as they are, for all.
 
         Rows are drawn, and not taken in a fixed pattern, since loaders sort by class or length, or repeat patterns.
 
         Args:
-            logits: of the whole batch.
-            arguments: of the call that gave them.
+            forward: the model's forward pass of the whole batch.
+            arguments: of that.
             network: the network.
             call: gives its logits for arguments.
             seed: of the first draw of a step; further ones go on from there.
         """
-        length = len(logits)
+        length = forward.shape[0]
         number = max(math.ceil(self._fraction * length), FEWEST)
         if number >= length:
-            return None
+            return None, arguments
         if self.generator is None:
             self.generator = torch.Generator().manual_seed(seed)
         drawn = torch.randperm(length, generator=self.generator, device="cpu")[:number]
-        rows = drawn.to(logits.device, non_blocking=True)
-        is_cut = [_has_rows(tensor, length) for tensor in tensors_of(arguments)]
+        rows = drawn.to(forward.rows.device, non_blocking=True)
+        is_cut = [not tensor.is_nested and tensor.shape[:1] == (length,) for tensor in tensors_of(arguments)]
         case = (len(arguments[0]), *arguments[1], *is_cut)
         if case not in self._can_cut:
             with torch.no_grad(), _in_evaluation(network):
-                self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, call, length, rows)
+                self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, is_cut, call, length, rows)
         if self._can_cut[case]:
-            return rows
+            return rows, cut(arguments, is_cut, rows)
         if self._is_given:
             warn_once(self._said, NOT_CUT)
-        return None
+        return None, arguments
 
 
-def cut(arguments: Arguments, length: int, rows: Tensor) -> Any:
-    """Take rows of all tensors that have this length.
+def cut(arguments: Arguments, is_cut: list[bool], rows: Tensor) -> Any:
+    """Take rows of some tensors; which ones is told in their order.
 
     Examples:
         >>> x, mask = torch.arange(6).view(3, 2), torch.ones(2)
-        >>> cut(((x,), {"mask": mask}), 3, torch.tensor([2, 0]))
+        >>> cut(((x,), {"mask": mask}), [True, False], torch.tensor([2, 0]))
         ((tensor([[4, 5],
                 [0, 1]]),), {'mask': tensor([1., 1.])})
     """
-
-    def of_rows(tensor: Tensor) -> Tensor:
-        return tensor.index_select(0, rows.to(tensor.device)) if _has_rows(tensor, length) else tensor
-
-    return map_tensors(of_rows, arguments)
-
-
-def _has_rows(tensor: Tensor, length: int) -> bool:
-    return not tensor.is_nested and tensor.shape[:1] == (length,)
+    are_cut = iter(is_cut)
+    return map_tensors(
+        lambda tensor: tensor.index_select(0, rows.to(tensor.device)) if next(are_cut) else tensor, arguments
+    )
 
 
-def _is_same_by_rows(arguments: Arguments, call: Call, length: int, rows: Tensor) -> bool:
+def _is_same_by_rows(arguments: Arguments, is_cut: list[bool], call: Call, length: int, rows: Tensor) -> bool:
     """Whether the logits of rows in a part of the batch are those in the whole batch.
 
     First the other rows are replaced by copies of these: a graph whose edges leave the part is then no error of an
@@ -114,7 +111,7 @@ def _is_same_by_rows(arguments: Arguments, call: Call, length: int, rows: Tensor
         whole = call(copied(arguments))
         expected = whole.index_select(0, rows)
         for chosen in (repeated, rows):
-            found = call(cut(copied(arguments), length, chosen))
+            found = call(cut(copied(arguments), is_cut, chosen))
             has_shape = found.shape == (len(chosen), *whole.shape[1:])
             if not has_shape or not (whole.is_meta or are_close(expected, found[: len(rows)], ROUNDING)):
                 return False

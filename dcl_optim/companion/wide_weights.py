@@ -7,8 +7,7 @@ rounding. Training in mixed precision keeps such weights for the same reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -46,23 +45,21 @@ class WideWeights:
         self.weights = {half: nn.Parameter(half.detach().float()) for half in halves}
         self._written = _written(self.weights)
 
-    def keep(self, trained: Collection[Tensor]) -> None:
-        """Drop the weights that are not among these."""
-        self.weights = {half: weight for half, weight in self.weights.items() if weight in trained}
-        self._written = _written(self.weights)
-
     def behind(self, parameter: Tensor) -> Tensor:
         """The weight behind a parameter, or a parameter itself that has none."""
         return self.weights.get(parameter, parameter)
 
     def read_network(self) -> None:
-        """Take what the script has written into parameters in half precision since they were last written here."""
+        """Take what the script has written into parameters in half precision since they were last written here.
+
+        A value that is not the rounding of its weight is the script's; to move the network is to write to it.
+        """
         now = _written(self.weights)
         if now == self._written:
             return
-        for (half, weight), before, after in zip(self.weights.items(), self._written, now, strict=True):
-            if before != after:
-                weight.data = half.detach().float()  # which also follows a move to another device
+        for half, weight in self.weights.items():
+            is_rounding = half == weight.to(half)
+            weight.data = torch.where(is_rounding, weight.data.to(half.device), half.detach().float())
         self._written = now
 
     def write_network(self) -> None:
@@ -82,14 +79,6 @@ class WideWeights:
                 wide.append(weight.grad)
                 half.grad = None
         _copy(gradients, wide)
-
-    def __getstate__(self) -> dict[str, Any]:
-        self.read_network()
-        return self.__dict__
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._written = _written(self.weights)  # of a copy they are others
 
 
 def _written(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:

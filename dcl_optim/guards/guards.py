@@ -129,6 +129,12 @@ class Guards:
 
     # ---- the term ----------------------------------------------------------------------------------------------------
 
+    def first_term_called(self, progress: Progress) -> None:
+        """Warn of batches that have their penalty without the term."""
+        has_learned = progress.stage is Stage.GRADIENTS and not progress.is_cleared
+        if self._reader.form is not None and (progress.number > 1 or has_learned):
+            warn(messages.LINE_BEFORE_TERM.format(self._name))
+
     def term_called(self, z: Tensor, forward: Forward | None, labels: Labels | None, is_attached: bool) -> None:
         """Raise where nothing would learn, for probabilities, and for labels that are the rows' places."""
         if not is_attached:

@@ -83,6 +83,12 @@ WITHOUT_TERM = (
     "a step without a penalty: the script has called {}.penalty in other steps, and then nothing else adds one. "
     "Such steps are counted as skipped in logs().\n  Fix: add it to the loss of each step, if it is meant there too"
 )
+LINE_BEFORE_TERM = (
+    "{}.penalty is called for the first time after gradients of the loss had the penalty without it, and prototypes or "
+    "companion have learned from these batches.\n"
+    "  Fix: for a penalty from a step on call it in each step, and pass weight=lambda step: 0.1 * (step > 1000); call "
+    "it before the script takes gradients for another purpose"
+)
 MINIMIZES_A_VALUE = (
     "{} does not regularize LBFGS by the gradient alone, since LBFGS compares values of the loss.\n"
     "  Fix: add the penalty to the loss in the closure, {}"

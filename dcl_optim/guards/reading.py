@@ -44,7 +44,7 @@ class ReadingGuard:
 
     Args:
         name: of the optimizer, for messages.
-        reads_labels: whether labels are needed, or the scale alone.
+        reads_labels: whether labels are needed, or the factor alone.
     """
 
     def __init__(self, name: str, reads_labels: bool) -> None:

@@ -1,1 +1,1 @@
-"""What a loss says through its gradient of the logits: the loss scale, the labels, the class dimension."""
+"""What a loss says through its gradient of the logits: the factor on the loss, the labels, the class dimension."""

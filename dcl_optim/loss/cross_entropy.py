@@ -1,4 +1,4 @@
-r"""Read labels and loss scale off the gradient that a softmax cross-entropy sends to its logits.
+r"""Read labels and the factor on the loss off the gradient that a softmax cross-entropy sends to its logits.
 
 Take one row: logits z, probabilities p = softmax(z), label y, label smoothing :math:`\epsilon`, K classes. A
 cross-entropy that was multiplied by :math:`a` sends the gradient

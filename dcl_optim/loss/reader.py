@@ -1,7 +1,7 @@
-r"""What the line reads off each backward pass: loss scale, labels and class dimension.
+r"""What the line reads off each backward pass: the factor on the loss, labels and class dimension.
 
 They are those of a plain softmax cross-entropy (:mod:`dcl_optim.loss.cross_entropy`), or are not read at all: then the
-penalty term, ``loss + optimizer.penalty(...)``, is the way. The form of the gradient is chosen at the first gradient
+term, ``loss + optimizer.penalty(...)``, is the way. The form of the gradient is chosen at the first gradient
 that tells it, and again when a batch does not fit, in the next step in which values may be read. A reader never raises
 and never warns: it says in its attributes why a gradient was not read, and counts it.
 """
@@ -59,7 +59,7 @@ class LossReader:
     """Reads one backward pass after another.
 
     Args:
-        reads_labels: whether labels are needed, or the scale alone.
+        reads_labels: whether labels are needed, or the factor alone.
 
     Attributes:
         form: of the gradients; None before one is known.

@@ -20,7 +20,7 @@ class Pull(NamedTuple):
     r"""The penalty of a batch, the mean :math:`\Delta(z, c) = \frac1n\sum_i w_i\,\delta(z_i, c_i)`, and its gradient.
 
     The gradient for row i of z is ``slope[i] * factor * weights[i] / lengths[i]``. It is not multiplied out: one kernel
-    then multiplies it by the loss scale and the weight too, and adds it to the gradient of the loss.
+    then multiplies it by the factor on the loss and the weight too, and adds it to the gradient of the loss.
 
     Attributes:
         value: called with a factor, or without one for 1, it gives the penalty times that, a scalar: only logs and the

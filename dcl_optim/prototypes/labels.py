@@ -27,7 +27,7 @@ def classes_of(labels: Tensor) -> Tensor:
 
 
 def labels_of(labels: Any, logits: Tensor, may_read: bool, ignore_index: int) -> Labels:
-    """Check labels that the penalty term got, and lay them out as rows: class indices, or soft labels.
+    """Check labels that the term got, and lay them out as rows: class indices, or soft labels.
 
     Values are checked where they may be read.
     """

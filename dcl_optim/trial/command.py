@@ -24,7 +24,7 @@ class WrongFunctionError(Exception):
 def add_commands(commands: Any) -> None:
     """Add both to the subparsers of a command line, each with a function of the arguments as ``run``."""
     gains = commands.add_parser("compare", help="train your script in several ways over the same seeds")
-    function_help = "takes (method, seed) and returns the accuracy in percent, or another figure: more is better"
+    function_help = "takes (method, seed) and returns the accuracy in percent, or another number: more is better"
     gains.add_argument("function", metavar="FILE:FUNCTION", help=function_help)
     methods_help = "numbers or names; the others are compared to the first (default: the weights 0, auto and 1)"
     gains.add_argument("--methods", nargs="+", type=_number, default=METHODS, metavar="METHOD", help=methods_help)

@@ -28,15 +28,15 @@ __all__ = ["Comparison", "compare"]
 
 METHODS = {"plain": 0, "DCP": "auto", "DCP, weight=1": 1}
 SEEDS = 10
-ROUNDING = 1e-9  # of the largest figure: a smaller error is one of the arithmetic
-SUSPICIOUS = 3  # seeds with the same figure: said at once, before hours of training
+ROUNDING = 1e-9  # of the largest value: a smaller error is one of the arithmetic
+SUSPICIOUS = 3  # seeds with the same value: said at once, before hours of training
 CHANCE = 0.05
 LINE_EVERY = 60.0  # seconds, where the progress is no bar on a terminal
 
 
 @dataclass
 class Comparison:
-    """The figures of all runs, a table when it is printed.
+    """The values of all runs, a table when it is printed.
 
     Attributes:
         curves: what ``train`` gave, by the name of the method: a list for each seed, the last value of which counts.
@@ -88,12 +88,12 @@ class Comparison:
         """Draw the gain of each seed, and the curves if ``train`` gave some; the suffix of the file chooses the format.
 
         Raises:
-            ValueError: no method beside the first has finite figures.
+            ValueError: no method beside the first has finite values.
         """
         gains = {name: self.gains(name, self.first) for name in self.curves}
         finite = {name: values for name, values in gains.items() if _are_finite(values)}
         if len(finite) < 2:
-            raise ValueError(f"there is nothing to draw: no method beside {self.first!r} has finite figures")
+            raise ValueError(f"there is nothing to draw: no method beside {self.first!r} has finite values")
         draw({name: self.curves[name] for name in finite}, finite, title).savefig(path)
 
     def save(self, path: str | Path) -> None:
@@ -143,7 +143,7 @@ class Comparison:
         return [f"Of the methods beside {self.first} these differ (p < {CHANCE}):", *differ]
 
     def _places(self, pairs: Iterable[tuple[str, str]]) -> int:
-        """Count the decimals that show two digits of the smallest error, or four of the figures if there is none."""
+        """Count the decimals that show two digits of the smallest error, or four of the values if there is none."""
         figures = [values for values in self.figures.values() if _are_finite(values)]
         size = max((abs(value) for values in figures for value in values), default=0.0)
         gains = [self.gains(*pair) for pair in pairs]
@@ -154,7 +154,7 @@ class Comparison:
         return max(2, 3 - math.floor(math.log10(size))) if size else 2
 
     def notes(self) -> list[str]:
-        """Say what makes the figures doubtful: not finite, or the same where they should differ."""
+        """Say what makes the values doubtful: not finite, or the same where they should differ."""
         count = len(self.seeds)
         found = ["One seed says nothing of noise: take ten."] if count == 1 else []
         for name, figures in self.figures.items():
@@ -162,7 +162,7 @@ class Comparison:
                 seeds = [
                     str(seed) for seed, figure in zip(self.seeds, figures, strict=True) if not math.isfinite(figure)
                 ]
-                found.append(f"{name} gave a figure that is not finite (seed {', '.join(seeds)}): not compared.")
+                found.append(f"{name} gave a value that is not finite (seed {', '.join(seeds)}): not compared.")
             elif count > 1 and len(set(figures)) == 1:
                 said = f"{name} gave {figures[0]:g} in all {count} seeds"
                 found.append(f"{said}: does train use its seed, as in torch.manual_seed(seed)?")
@@ -194,7 +194,7 @@ def compare(
 
     Args:
         train: function of a method and a seed that trains a fresh model and returns its accuracy in percent, or another
-            figure that is better if it is larger. It begins with ``torch.manual_seed(seed)`` and ends with ``return
+            number that is better if it is larger. It begins with ``torch.manual_seed(seed)`` and ends with ``return
             accuracy(model, batches)``. For curves it returns a list, or yields: the last value counts.
         methods: what ``train`` gets first: weights, names or whatever it understands. A list, or a dict by the names of
             the methods. The others are compared to the first one. Default: the weights 0, which is plain training,

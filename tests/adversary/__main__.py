@@ -12,12 +12,12 @@ from tests.adversary.losses import COUNTS, count
 from tests.adversary.test_adversary import CASES, LOOPS
 
 
-def show(counts: dict[str, Counter[str]], names: tuple[str, ...]) -> None:
+def show(counts, names):
     for kind, found in counts.items():
         print(f"| {kind} |", " | ".join(f"{found[name]:,}" for name in names), "|", flush=True)
 
 
-def head(what: str, names: tuple[str, ...]) -> None:
+def head(what, names):
     print(f"| {what} | {' | '.join(names)} |\n| --- |{' --: |' * len(names)}")
 
 

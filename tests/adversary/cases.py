@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests.adversary.networks import Base, Network, bases, networks
@@ -18,12 +16,10 @@ from tests.helpers import huber, linear_growth, running_average
 from tests.reference import dcl_step, dcp_step
 
 IGNORED = -100
-Batch = tuple[Tensor, Tensor]
 
 
-Distance = Callable[[Tensor, Tensor], Tensor]  # one value a row
-NAMED: dict[str, Distance] = {"mse": distances.mse, "squared": distances.squared, "l1": distances.l1}
-GIVEN: dict[str, Distance] = {
+NAMED = {"mse": distances.mse, "squared": distances.squared, "l1": distances.l1}
+GIVEN = {
     "kl": partial(distances.kl, temperature=1.5),
     "infonce": partial(distances.infonce, temperature=0.5),
     "callable": huber,
@@ -49,10 +45,10 @@ class Case:
     alpha: Any
     distance: str
 
-    def model(self) -> nn.Sequential:
+    def model(self):
         return self.network.build(self.classes, self.seed)
 
-    def batches(self, ignored: bool = False) -> list[Batch]:
+    def batches(self, ignored=False):
         """The batches; on request a third of the labels, but never the first, is to be left out."""
         generator = torch.Generator().manual_seed(self.seed)
         found = []
@@ -63,33 +59,33 @@ class Case:
             found.append((self.network.inputs(size, generator), y.masked_fill(out, IGNORED)))
         return found
 
-    def loss(self, z: Tensor, y: Tensor) -> Tensor:
+    def loss(self, z, y):
         return self.factor * F.cross_entropy(z, y)
 
-    def options(self) -> dict[str, Any]:
+    def options(self):
         """What both optimizers are given."""
         distance = GIVEN.get(self.distance, self.distance)
         return {"weight": self.weight, "alpha": self.alpha, "distance": distance}
 
     @property
-    def by_rows(self) -> Distance:
+    def by_rows(self):
         return (NAMED | GIVEN)[self.distance]
 
-    def weight_at(self, step: int) -> float:
+    def weight_at(self, step):
         """What the penalty is multiplied by in step number ``step``, counted from 1."""
         return self.factor * (self.weight(step) if callable(self.weight) else self.weight)
 
-    def alpha_at(self, step: int) -> float:
+    def alpha_at(self, step):
         return self.alpha(step) if callable(self.alpha) else self.alpha
 
 
-def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_rates(optimizer, rate):
     """Multiply the learning rates that an optimizer began with."""
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * rate
 
 
-def wrapped(case: Case, variant: str, **more: Any) -> tuple[nn.Module, Any]:
+def wrapped(case, variant, **more):
     """The case's model, and the optimizer around its base."""
     model = case.model()
     base, options = case.base.build(model), case.options() | more
@@ -99,7 +95,7 @@ def wrapped(case: Case, variant: str, **more: Any) -> tuple[nn.Module, Any]:
     return model, DCPOptimizer(base, model, num_classes=case.classes, **options)
 
 
-def learned(optimizer: Any) -> list[Tensor]:
+def learned(optimizer):
     """What the forecaster knows."""
     companion = isinstance(optimizer, DCLOptimizer)
     return list(optimizer.companion.state_dict().values()) if companion else list(optimizer.prototypes)
@@ -108,36 +104,36 @@ def learned(optimizer: Any) -> list[Tensor]:
 class Literal:
     """A case's training by the written-out algorithm, which takes each batch whole; ``options`` are the optimizer's."""
 
-    def __init__(self, case: Case, variant: str, **options: Any) -> None:
+    def __init__(self, case, variant, **options):
         self.case, self.variant, self.options, self.steps = case, variant, options, 0
         self.model, self.companion = case.model(), case.model()
         lr_scale = options.get("companion_lr_scale", 1.0)
         self.optimizers = case.base.build(self.model), case.base.build(self.companion, lr_scale)
-        self.prototypes: dict[int, Tensor] = {}
-        self.numbers: dict[int, float] | None = None if options.get("update") == "batch" else {}
+        self.prototypes = {}
+        self.numbers = None if options.get("update") == "batch" else {}
 
-    def step(self, x: Tensor, y: Tensor, rate: float) -> None:
+    def step(self, x, y, rate):
         self.steps += 1
         for optimizer in self.optimizers:
             set_rates(optimizer, rate)
         functions = (self.case.loss, self.case.by_rows)
-        settings: Any = {"weight": self.case.weight_at(self.steps), "alpha": self.case.alpha_at(self.steps)}
+        settings = {"weight": self.case.weight_at(self.steps), "alpha": self.case.alpha_at(self.steps)}
         if self.variant == "dcl":
             dcl_step(self.model, self.companion, *self.optimizers, x, y, *functions, **settings)
             return
         labelled = y != IGNORED
-        of_labelled: Any = lambda x: self.model(x)[labelled]  # noqa: E731
+        of_labelled = lambda x: self.model(x)[labelled]  # noqa: E731
         settings["numbers"] = self.numbers
         dcp_step(of_labelled, self.prototypes, self.optimizers[0], x, y[labelled], *functions, **settings)
 
-    def forward(self, x: Tensor) -> None:
+    def forward(self, x):
         """Random draws and the statistics of batch norm, where no step follows."""
         random = torch.get_rng_state()
         for network in (self.companion, self.model):
             torch.set_rng_state(random)
             network(x)
 
-    def learned(self) -> list[Tensor]:
+    def learned(self):
         if self.variant == "dcl":
             return list(self.companion.state_dict().values())
         unseen = torch.zeros(self.case.classes, dtype=torch.float64)
@@ -145,7 +141,7 @@ class Literal:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw):
     network, way = draw(networks()), draw(st.sampled_from(["line", "term"]))
     distance = draw(st.sampled_from(sorted(NAMED | GIVEN)))
     # Of two classes, and of single rows, a gradient tells too little.

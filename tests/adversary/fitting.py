@@ -8,14 +8,13 @@ from __future__ import annotations
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.layout import to_rows
@@ -57,7 +56,7 @@ class Training:
     dcp: bool = True
     factor: Callable[[int], float] = field(default=lambda step: 1.0)
 
-    def loss(self, z: Tensor, y: Tensor) -> Tensor:
+    def loss(self, z, y):
         if z.ndim == 3 and self.layout == "flattened":
             z, y = z.flatten(0, 1), y.flatten()
         elif z.ndim == 3:
@@ -65,21 +64,21 @@ class Training:
         smoothing = self.smoothing
         if self.is_spread:  # as in speech and translation: the label's own share is 1 - smoothing
             smoothing *= self.classes / (self.classes - 1)
-        return F.cross_entropy(z, y, label_smoothing=smoothing, reduction=self.reduction)  # type: ignore[arg-type]
+        return F.cross_entropy(z, y, label_smoothing=smoothing, reduction=self.reduction)
 
 
-def run(training: Training) -> Counter[str]:
+def run(training):
     """Train, and count what was read."""
-    counts: Counter[str] = Counter(trainings=1)
-    truth: list[Any] = []
+    counts = Counter(trainings=1)
+    truth = []
     read = LossReader.read
 
-    def spy(reader: LossReader, forward: Any, gradient: Tensor) -> Any:
+    def spy(reader, forward, gradient):
         reading = read(reader, forward, gradient)
         _compare(counts, training, reading, gradient, forward, *truth)
         return reading
 
-    LossReader.read = spy  # type: ignore[method-assign]
+    LossReader.read = spy
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -89,14 +88,14 @@ def run(training: Training) -> Counter[str]:
             raise
         counts["ended"] += 1
     finally:
-        LossReader.read = read  # type: ignore[method-assign]
+        LossReader.read = read
     return counts
 
 
-def _model(training: Training) -> tuple[nn.Module, Tensor, Tensor]:
+def _model(training):
     t, count = training, 64
     if t.classes >= 300:  # tokens
-        model: nn.Module = nn.Sequential(nn.Embedding(count, 32), nn.Linear(32, t.classes))
+        model = nn.Sequential(nn.Embedding(count, 32), nn.Linear(32, t.classes))
         x = torch.arange(count)
     elif t.layout == "images":
         model = nn.Sequential(nn.Conv2d(16, 64, 1), nn.ReLU(), nn.Conv2d(64, t.classes, 1))
@@ -111,14 +110,14 @@ def _model(training: Training) -> tuple[nn.Module, Tensor, Tensor]:
     return model, x, y
 
 
-def _train(training: Training, truth: list[Any], counts: Counter[str]) -> None:
+def _train(training, truth, counts):
     t = training
     torch.manual_seed(t.seed)
     model, x, y = _model(t)
     base = torch.optim.AdamW(model.parameters(), t.lr, weight_decay=0.0, eps=1e-8 if t.place != "pure" else 1e-4)
     enabled = t.dtype == torch.float16 and t.place != "pure"
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=t.growth or 2000, enabled=enabled)
-    optimizer: Any = base
+    optimizer = base
     for step in range(t.before + t.steps):
         if step == t.before:
             with torch.no_grad():
@@ -149,9 +148,7 @@ def _train(training: Training, truth: list[Any], counts: Counter[str]) -> None:
         scaler.update()
 
 
-def _compare(
-    counts: Counter[str], training: Training, reading: Any, gradient: Tensor, forward: Any, y: Tensor, a: float
-) -> None:
+def _compare(counts, training, reading, gradient, forward, y, a):
     g = to_rows(gradient, forward.class_dim)
     live = g.any(1)
     if not bool(g.isfinite().all()) or not bool(live.any()):
@@ -169,7 +166,7 @@ def _compare(
     counts["off"] += is_off and _tells_factor(training.smoothing, forward.rows[live], y.flatten()[live])
 
 
-def _tells_factor(smoothing: float, z: Tensor, y: Tensor) -> bool:
+def _tells_factor(smoothing, z, y):
     """Not if predictions are so uniform that the gradient is about that of another factor without smoothing."""
     p = z.float().softmax(1)
     r = p - F.one_hot(y, p.shape[1])
@@ -178,7 +175,7 @@ def _tells_factor(smoothing: float, z: Tensor, y: Tensor) -> bool:
     return not smoothing or bool(smoothing * added.norm() > (0.04 if z.dtype in HALF else 0.002) * r.norm())
 
 
-CHANGES: tuple[Callable[[int], float], ...] = (
+CHANGES = (
     lambda step: 1.0 if step < 100 else 0.25,
     lambda step: 0.25 if step < 100 else 1.0,
     lambda step: min(1.0, (step + 1) / 120),  # a warm-up
@@ -188,7 +185,7 @@ CHANGES: tuple[Callable[[int], float], ...] = (
 DTYPES = (torch.float32, *HALF)
 
 
-def _sure() -> Iterator[tuple[str, dict[str, Any]]]:
+def _sure():
     """Checkpoints whose predictions are surer than their labels."""
     for dtype, classes, noise in product(DTYPES, (2, 3, 10, 100), (0.0, 0.1)):
         more = {"noise": noise, "before": 200, "steps": 40, "sure": 5.0}
@@ -198,7 +195,7 @@ def _sure() -> Iterator[tuple[str, dict[str, Any]]]:
         yield "a checkpoint that is surer than its smoothed labels", {"dtype": dtype, "classes": classes, **more}
 
 
-def _settings(rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
+def _settings(rng):
     """The name of each setting, and a training's arguments."""
     some = rng.choice([0.03, 0.1, 0.2])
     for dtype, layout, smoothing in product(HALF, ("rows", "transposed", "flattened", "images"), (0.0, some)):
@@ -231,16 +228,16 @@ def _settings(rng: random.Random) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "smoothings that nobody writes", {"dtype": dtype, "classes": classes, "place": place, **more}
 
 
-def _trainings(seed: int) -> Iterator[tuple[str, Training]]:
+def _trainings(seed):
     rng = random.Random(seed)
     for name, options in _settings(rng):
         dcp = options["classes"] <= 8000 and rng.random() < 0.7
         yield name, Training(rng.randrange(10**6), dcp=dcp, **options)
 
 
-def count(seed: int, parts: int = 1) -> dict[str, Counter[str]]:
+def count(seed, parts=1):
     """What was read in the trainings of a seed, or in one of ``parts`` of them, by setting."""
-    counts: dict[str, Counter[str]] = {}
+    counts = {}
     for number, (name, training) in enumerate(_trainings(seed)):
         if number % parts == seed % parts:
             counts.setdefault(name, Counter()).update(run(training))

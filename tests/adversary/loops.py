@@ -10,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import seed as of_seed
 from hypothesis import strategies as st
-from torch import Tensor
 
 from tests.adversary.cases import Case, Literal, cases, learned, set_rates, wrapped
 from tests.helpers import linear_growth, running_average, through_a_file
@@ -39,7 +38,7 @@ class Event:
     term: bool
 
     @property
-    def steps(self) -> bool:
+    def steps(self):
         return self.kind in STEPS + PARTS
 
 
@@ -53,11 +52,11 @@ class Loop:
     ignores: bool
     events: tuple[Event, ...]
 
-    def script(self) -> str:
+    def script(self):
         imports = "from tests.adversary.loops import *\nfrom tests.adversary.cases import *\n"
         return f"{imports}\nprint({self!r}.error())  # at most 1e-8\n"
 
-    def error(self) -> float:
+    def error(self):
         """How far the model and what the forecaster knows end from the literal loop, relative to the largest number."""
         case, script = self.case, Script(self)
         literal, batches = Literal(case, self.variant, **self.options), case.batches(self.ignores)
@@ -78,15 +77,15 @@ class Loop:
 class Script:
     """A training script with the wrapped optimizer."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop):
         self.loop, self.case = loop, loop.case
         self.grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
         self.make()
 
-    def make(self) -> None:
+    def make(self):
         self.model, self.optimizer = wrapped(self.case, self.loop.variant, **self.loop.options)
 
-    def do(self, event: Event, rate: float, x: Tensor, y: Tensor) -> None:
+    def do(self, event, rate, x, y):
         set_rates(self.optimizer, rate)
         kind = event.kind.partition(", ")[0]
         if not (event.steps or event.kind in SKIPPED):
@@ -103,13 +102,13 @@ class Script:
             self.grad_scaler.update()
         self.clear(event, "last")
 
-    def clear(self, event: Event, when: str) -> None:
+    def clear(self, event, when):
         if event.when == when:
-            owners: Any = {"optimizer": self.optimizer, "model": self.model, "base": self.optimizer.base}
+            owners = {"optimizer": self.optimizer, "model": self.model, "base": self.optimizer.base}
             owner, _, in_place = event.clear.partition(", ")
             owners[owner].zero_grad(set_to_none=not in_place)
 
-    def loss(self, event: Event, x: Tensor, y: Tensor, share: float = 1.0) -> Tensor:
+    def loss(self, event, x, y, share=1.0):
         z = self.model(x)
         loss = self.case.loss(z, y)
         if event.term:
@@ -117,7 +116,7 @@ class Script:
         loss = loss * (torch.inf if event.kind == "not finite" else share)
         return self.grad_scaler.scale(loss) if event.kind.startswith(("scaler", "not finite")) else loss
 
-    def gradients(self, event: Event, x: Tensor, y: Tensor) -> Tensor:
+    def gradients(self, event, x, y):
         """Of a whole batch, accumulated over two unequal parts, or of two forward passes in one backward pass."""
         self.clear(event, "first")
         halves = "halves" in event.kind
@@ -134,10 +133,10 @@ class Script:
             torch.stack(losses).sum().backward()
         return torch.stack(losses).sum().detach()
 
-    def forward(self, event: Event, x: Tensor, y: Tensor) -> None:
+    def forward(self, event, x, y):
         self.model(x)
 
-    def evaluation(self, event: Event, x: Tensor, y: Tensor) -> None:
+    def evaluation(self, event, x, y):
         gradients = "with gradients" in event.kind
         self.model.eval()
         with torch.set_grad_enabled(gradients):
@@ -145,7 +144,7 @@ class Script:
             assert gradients or not event.term or term_of(self.optimizer)(z, y) == 0
         self.model.train()
 
-    def resume(self, event: Event, x: Tensor, y: Tensor) -> None:
+    def resume(self, event, x, y):
         random = torch.get_rng_state()
         state = through_a_file({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()})
         self.make()
@@ -154,7 +153,7 @@ class Script:
         torch.set_rng_state(random)
 
 
-def consistent(events: list[Event]) -> tuple[Event, ...]:
+def consistent(events):
     """Clear gradients that are there before others are added, and those of a skipped step by a way that tells it.
 
     After a first term all are terms.
@@ -178,7 +177,7 @@ def consistent(events: list[Event]) -> tuple[Event, ...]:
 
 
 @st.composite
-def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
+def loops(draw, interrupted):
     """A training of up to ten steps; an interrupted one also skips steps, evaluates and resumes."""
     case, variant = draw(cases()), draw(st.sampled_from(["dcl", "dcp"]))
     ignores = variant == "dcp" and draw(st.booleans())
@@ -198,7 +197,7 @@ def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
     events = draw(st.lists(event, min_size=2, max_size=10))
     events.append(replace(events[0], kind="plain"))
 
-    def for_each(values: st.SearchStrategy[Any]) -> tuple[Any, ...]:
+    def for_each(values):
         return tuple(draw(st.lists(values, min_size=len(events), max_size=len(events))))
 
     hundredths = st.integers(0, 100).map(lambda number: number / 100)
@@ -215,10 +214,10 @@ def loops(draw: st.DrawFn, interrupted: bool) -> Loop:
     return Loop(case, variant, options, ignores, consistent(events))
 
 
-def check(number: int, seed: int, interrupted: bool) -> None:
+def check(number, seed, interrupted):
     """Compare random loops with the literal ones."""
 
-    def equals(loop: Loop) -> None:
+    def equals(loop):
         try:
             error = loop.error()
         except Exception as exception:

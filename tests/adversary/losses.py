@@ -10,7 +10,7 @@ import math
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ class Kind:
     logs: bool = False  # whether the model returns log-probabilities
     smooths: bool = False
 
-    def tells_scale(self, b: Any, g: Tensor, meant: Tensor) -> bool:
+    def tells_scale(self, b, g, meant):
         """Whether the gradient of a batch does.
 
         Not if entries may underflow, in float32 from a range of 80 in a row on: a row without gradient looks like one
@@ -63,10 +63,10 @@ class Kind:
         return True
 
 
-def kind(labels: str = "y", function: Any = ce, reduction: str = "mean", **more: Any) -> Kind:
+def kind(labels="y", function=ce, reduction="mean", **more):
     """A loss of torch's; ``labels`` is what a batch calls them."""
 
-    def loss(b: Any, z: Tensor) -> Meant:
+    def loss(b, z):
         meant = getattr(b, labels)
         options = {"label_smoothing": b.smoothing} if more.get("smooths") else {}
         factor = 1.0 if reduction == "mean" else int((meant >= 0).sum())
@@ -75,18 +75,18 @@ def kind(labels: str = "y", function: Any = ce, reduction: str = "mean", **more:
     return Kind(loss, **more)
 
 
-def other(function: Callable[[Any, Tensor], Tensor], labels: str = "y", **more: Any) -> Kind:
+def other(function, labels="y", **more):
     """A loss that cannot be read."""
     return Kind(lambda b, z: (function(b, z), getattr(b, labels), 1.0), **more)
 
 
-def mixup(b: Any, z: Tensor) -> Tensor:
+def mixup(b, z):
     """As scripts write it."""
     share = float(b.share[0])
     return share * ce(z, b.y) + (1 - share) * ce(z, b.other)
 
 
-def focal(b: Any, z: Tensor) -> Tensor:
+def focal(b, z):
     losses = ce(z, b.y, reduction="none")
     return ((1 - (-losses).exp()) ** (1 + b.knob) * losses).mean()  # its gradient is nan below 1 if a row is certain
 
@@ -144,11 +144,11 @@ class Case:
     power of ``-tail``; the first ``sorted`` batches have the first class only.
     """
 
-    def __init__(self, name: str, seed: int, number: int) -> None:
+    def __init__(self, name, seed, number):
         self.of, self.kind = (name, seed, number), (READABLE | OTHERS)[name]
         rng = random.Random(f"{name} {seed} {number}")
 
-        def spread(least: float, most: float) -> float:
+        def spread(least, most):
             return math.exp(rng.uniform(math.log(least), math.log(most)))
 
         self.dtype = rng.choice([torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -166,7 +166,7 @@ class Case:
         self.reads = bool(self.sorted) or rng.random() < 0.5  # whether each step may read values, as on a CPU
         self.seed = rng.randrange(10**6)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed)
         mixes, size = self.kind.mixes, self.rows
         weights = 0.2 + 2 * torch.rand(self.classes, generator=generator)
@@ -189,7 +189,7 @@ class Case:
             more = {"ignored": y.masked_fill(some, -100), "weights": weights, "knob": knob}
             yield SimpleNamespace(**batch, **more, smoothing=0.02 + 0.1 * knob)
 
-    def script(self) -> str:
+    def script(self):
         drawn = dict(list(vars(self).items())[2:])
         return f"from tests.adversary.losses import Case, read\n\nprint(read(Case{self.of!r}))  # {drawn}\n"
 
@@ -197,22 +197,22 @@ class Case:
 class Given(nn.Module):
     """A model that returns its input."""
 
-    def __init__(self, logs: bool, dtype: torch.dtype) -> None:
+    def __init__(self, logs, dtype):
         super().__init__()
         self.one, self.logs = nn.Parameter(torch.ones((), dtype=dtype)), logs
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x.log_softmax(1) * self.one if self.logs else x * self.one
 
 
-def laid_out(rows: Tensor, layout: str) -> tuple[Tensor, int]:
+def laid_out(rows, layout):
     """Rows (N, K) as a model's output, and its class dimension."""
     if layout == "(N, K, H, W)":
         return rows.reshape(-1, 2, 3, rows.shape[1]).movedim(-1, 1), 1
     return (rows.reshape(-1, 6, rows.shape[1]), 2) if layout == "(B, T, K)" else (rows, 1)
 
 
-def read(case: Case) -> Counter[str]:
+def read(case):
     """Run a case by both optimizers, and count what was read."""
     counts = Counter(cases=1)
     answer = synchronization.may_sync if case.reads else lambda step, tensor: synchronization.is_sync_step(step)
@@ -224,7 +224,7 @@ def read(case: Case) -> Counter[str]:
     return counts
 
 
-def _wrapped(model: Given, case: Case, dcp: bool) -> Any:
+def _wrapped(model, case, dcp):
     base = torch.optim.SGD(model.parameters(), lr=0.0)
     if not dcp:
         return DCLOptimizer(base, model, companion_fraction=1)
@@ -239,7 +239,7 @@ def _wrapped(model: Given, case: Case, dcp: bool) -> Any:
     return optimizer
 
 
-def _train(case: Case, dcp: bool, counts: Counter[str]) -> None:
+def _train(case, dcp, counts):
     kind, half = case.kind, case.dtype.itemsize < 4
     model = Given(kind.logs, case.dtype)
     optimizer = _wrapped(model, case, dcp)
@@ -264,7 +264,7 @@ def _train(case: Case, dcp: bool, counts: Counter[str]) -> None:
             return
         found = bool(g.isfinite().all())
         if dcp:
-            added = (output.grad.movedim(dim, -1).reshape(g.shape) - g).double()  # type: ignore[union-attr]
+            added = (output.grad.movedim(dim, -1).reshape(g.shape) - g).double()
             found = _compare(added.nan_to_num(0.0, 0.0, 0.0), meant, counts)
         if found and case.of[0] in READABLE:
             scale, told = optimizer.logs()["loss_scale"], kind.tells_scale(batch, g, meant)
@@ -283,7 +283,7 @@ def _train(case: Case, dcp: bool, counts: Counter[str]) -> None:
             optimizer.step()
 
 
-def _compare(added: Tensor, meant: Tensor, counts: Counter[str]) -> bool:
+def _compare(added, meant, counts):
     """Count rows, and those with no label and with a wrong one; whether there is a label."""
     classes, sums = added.shape[1], added.sum(1)
     q = meant if meant.ndim == 2 else F.one_hot(meant.where(meant >= 0, classes), classes + 1)[:, :-1]
@@ -294,7 +294,7 @@ def _compare(added: Tensor, meant: Tensor, counts: Counter[str]) -> bool:
     return bool(labelled.any())
 
 
-def count(number: int, seed: int, readable: bool) -> tuple[dict[str, Counter[str]], list[str]]:
+def count(number, seed, readable):
     """What was read in random cases of each kind and of all of them, and scripts of the cases with a fault."""
     counts, faults = {}, []
     for name in READABLE if readable else OTHERS:

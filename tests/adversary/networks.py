@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import nn
-from torch.optim import Optimizer
 
 FEATURES, SIDE = 4, 4
 ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiLU, "leaky": nn.LeakyReLU}
@@ -18,7 +15,7 @@ ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "gelu": nn.GELU, "silu": nn.SiL
 # norm, move parameters as far as gradients do.
 EPSILON = 1e-5
 # Options beside the learning rate and the weight decay.
-BASES: dict[str, tuple[Callable[..., Optimizer], float]] = {
+BASES = {
     "SGD": (torch.optim.SGD, 0.05),
     "SGD momentum": (partial(torch.optim.SGD, momentum=0.9, dampening=0.1), 0.02),
     "SGD nesterov": (partial(torch.optim.SGD, momentum=0.8, nesterov=True), 0.02),
@@ -49,15 +46,15 @@ class Network:
     frozen: frozenset[int]
 
     @property
-    def rows_are_independent(self) -> bool:
+    def rows_are_independent(self):
         """Whether a batch may be split without changing what is computed."""
         return self.norm != "batch" and self.dropout == 0
 
-    def inputs(self, rows: int, generator: torch.Generator) -> torch.Tensor:
+    def inputs(self, rows, generator):
         shape = (rows, 1, SIDE, SIDE) if self.convolutions else (rows, FEATURES)
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    def build(self, classes: int, seed: int) -> nn.Sequential:
+    def build(self, classes, seed):
         torch.manual_seed(seed)
         channels, layers, affine = 1 if self.convolutions else FEATURES, [], []
         for width in self.widths:
@@ -75,11 +72,11 @@ class Network:
             channels *= 4
         return nn.Sequential(*layers, nn.Linear(channels, classes)).double()
 
-    def _affine(self, inputs: int, outputs: int) -> Any:
+    def _affine(self, inputs, outputs):
         return nn.Conv2d(inputs, outputs, 3, padding=1) if self.convolutions else nn.Linear(inputs, outputs)
 
-    def _after(self, width: int) -> list[nn.Module]:
-        norms: dict[str, list[nn.Module]] = {
+    def _after(self, width):
+        norms = {
             "none": [],
             "batch": [nn.BatchNorm2d(width) if self.convolutions else nn.BatchNorm1d(width)],
             "layer": [nn.GroupNorm(1, width) if self.convolutions else nn.LayerNorm(width)],
@@ -96,7 +93,7 @@ class Base:
     two_groups: bool
     foreach: bool | None
 
-    def build(self, model: nn.Module, rate: float = 1.0) -> Optimizer:
+    def build(self, model, rate=1.0):
         """Build it over a model's parameters, with its learning rates multiplied by ``rate``."""
         make, lr = BASES[self.name]
         parameters, lr = list(model.parameters()), lr * rate
@@ -109,7 +106,7 @@ class Base:
 
 
 @st.composite
-def networks(draw: st.DrawFn) -> Network:
+def networks(draw):
     norm = draw(st.sampled_from(["none", "batch", "layer"]))
     # Layer norm of a single feature is a constant, whose gradient is nothing but rounding errors.
     widths = tuple(draw(st.lists(st.integers(2 if norm == "layer" else 1, 8), max_size=3)))

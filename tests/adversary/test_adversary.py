@@ -3,8 +3,6 @@
 It becomes a test of its module, and its seed joins ``SEEDS``. ``python -m tests.adversary SEED`` explores another one.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -21,7 +19,7 @@ each_seed = pytest.mark.parametrize("seed", SEEDS)
 
 @each_seed
 @pytest.mark.parametrize("readable", [True, False])
-def test_labels_and_scales_that_are_read(seed: int, readable: bool) -> None:
+def test_labels_and_scales_that_are_read(seed, readable):
     counts, faults = count(CASES, seed, readable)
     total = list(counts.values())[-1]
     assert total["wrong"] <= 0.002 * total["rows"], faults[0]
@@ -32,7 +30,7 @@ def test_labels_and_scales_that_are_read(seed: int, readable: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "seed", "number"), [("smoothing, sum", 7002, 5), ("ignored rows", 7004, 3)])
-def test_single_rows_in_half_precision_that_are_certain_keep_the_last_scale(name: str, seed: int, number: int) -> None:
+def test_single_rows_in_half_precision_that_are_certain_keep_the_last_scale(name, seed, number):
     """All that rounding leaves of their gradient is another scale: 4 of 22 and 11 of 39 were off."""
     found = read(Case(name, seed, number))
     assert found["scales"] >= 20
@@ -40,7 +38,7 @@ def test_single_rows_in_half_precision_that_are_certain_keep_the_last_scale(name
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_trainings_until_the_model_fits(seed: int) -> None:
+def test_trainings_until_the_model_fits(seed):
     total = sum(fitting.count(seed, PARTS).values(), Counter())
     assert (total["ended"], total["wrong"]) == (0, 0)
     assert total["unread"] + total["off"] <= 0.03 * total["batches"]
@@ -48,5 +46,5 @@ def test_trainings_until_the_model_fits(seed: int) -> None:
 
 @each_seed
 @pytest.mark.parametrize("interrupted", [True, False])
-def test_loops(seed: int, interrupted: bool) -> None:
+def test_loops(seed, interrupted):
     check(LOOPS, seed, interrupted)

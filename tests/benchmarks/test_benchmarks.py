@@ -1,12 +1,9 @@
 """The benchmark's command: what it measures, what it writes down, what it refuses; and its memory and its tables."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,19 +18,19 @@ MIB = 2**20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems cannot forget a peak")
 
 
-def python(*words: str) -> str:
+def python(*words):
     line = [sys.executable, "-W", "error", *words]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_pytest_benchmark_times_a_step_of_each_method() -> None:
+def test_pytest_benchmark_times_a_step_of_each_method():
     words = ["-m", "pytest", "benchmarks", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "--benchmark-disable"]
     assert f"{len(METHODS)} passed" in python(*words)
 
 
-def test_the_slot_is_filled_by_the_slowest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slot_is_filled_by_the_slowest(monkeypatch):
     cost = {"fast": 0.01, "slow": 0.05}
     monkeypatch.setattr(measure, "seconds_per_step", lambda step, steps, device: cost[step()])
     named = {name: (lambda name=name: name) for name in cost}
@@ -48,16 +45,14 @@ TINY = ["steps", *SMALL, "--rounds", "2", "--methods", "DCL, by hand", "DCL, lin
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+def measured(tmp_path_factory):
     """Three rows of one network: the file, and what was printed on stdout."""
     folder = tmp_path_factory.mktemp("results") / "new"
-    line = [sys.executable, "-W", "error", "-m", "benchmarks", *TINY, "--out", str(folder)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "steps.json").read_text()), done.stdout
+    printed = python("-m", "benchmarks", *TINY, "--out", str(folder))
+    return json.loads((folder / "steps.json").read_text()), printed
 
 
-def test_the_file_says_where_and_how_it_was_measured(measured: tuple[dict[str, Any], str]) -> None:
+def test_the_file_says_where_and_how_it_was_measured(measured):
     results, printed = measured
     assert set(results["machine"]) == {"cpu", "cores", "threads", "os"}
     assert results["machine"]["threads"] == 1
@@ -69,9 +64,7 @@ def test_the_file_says_where_and_how_it_was_measured(measured: tuple[dict[str, A
     assert printed == "\n".join([*tables, "", ""])
 
 
-def test_ratios_are_those_of_the_rounds_and_memory_is_beyond_what_the_imports_hold(
-    measured: tuple[dict[str, Any], str],
-) -> None:
+def test_ratios_are_those_of_the_rounds_and_memory_is_beyond_what_the_imports_hold(measured):
     (figures,) = measured[0]["steps"]
     assert figures["batch_size"] == 128
     plain, hand, line = figures["rows"]
@@ -83,7 +76,7 @@ def test_ratios_are_those_of_the_rounds_and_memory_is_beyond_what_the_imports_ho
     assert 0 < plain["memory_bytes"] < 100 * MIB
 
 
-def test_a_process_is_a_fresh_one_with_its_threads() -> None:
+def test_a_process_is_a_fresh_one_with_its_threads():
     assert measure.in_a_process(torch.get_num_threads, threads=2) == 2
     with pytest.raises(KeyError, match="no row"):
         measure.in_a_process(measure.memory_of, "mlp-small", "no row", Setting())
@@ -99,7 +92,7 @@ print(json.dumps([measure.kernel_row("float32", "hard labels", method) for metho
 
 
 @needs_device
-def test_kernels_are_counted_and_waits_too() -> None:
+def test_kernels_are_counted_and_waits_too():
     plain, term = json.loads(python("-c", COUNTED))
     assert (plain["kernels"], plain["waits"]) == (24.0, 0)
     assert term["kernels"] > 24
@@ -123,7 +116,7 @@ print(json.dumps([measure.used_by(lambda: touch(size * 2**20)) for size in (200,
 
 
 @linux
-def test_a_known_allocation_is_measured() -> None:
+def test_a_known_allocation_is_measured():
     """In a fresh process: this one's peak is no longer known once it is forgotten."""
     spent, again = json.loads(python("-c", TWICE))
     assert 195 * MIB < spent < 230 * MIB
@@ -131,7 +124,7 @@ def test_a_known_allocation_is_measured() -> None:
 
 
 @linux
-def test_a_process_counts_its_own_memory_and_not_that_of_who_started_it() -> None:
+def test_a_process_counts_its_own_memory_and_not_that_of_who_started_it():
     """ru_maxrss, which Linux hands down, would say no less than what this process holds, and nothing beyond it."""
     held = torch.ones(250 * MIB)
     assert measure.resident_peak() > 1000 * MIB
@@ -143,11 +136,11 @@ def test_a_process_counts_its_own_memory_and_not_that_of_who_started_it() -> Non
 # ---- tables ---------------------------------------------------------------------------------------------------------
 
 
-def spread(median: float) -> dict[str, float]:
+def spread(median):
     return {"median": median, "lower": median - 0.125, "upper": median + 0.125}
 
 
-def row(name: str, milliseconds: float, ratio: float) -> dict[str, Any]:
+def row(name, milliseconds, ratio):
     return {
         "name": name,
         "milliseconds": spread(milliseconds),
@@ -156,7 +149,7 @@ def row(name: str, milliseconds: float, ratio: float) -> dict[str, Any]:
     }
 
 
-def test_every_cell_of_the_tables_is_a_figure_of_the_file() -> None:
+def test_every_cell_of_the_tables_is_a_figure_of_the_file():
     rows = [row("plain", 2.0, 1.0), row("DCP, line", 5.25, 2.5), row("DCL, term", 5.25, 3.125)]
     assert table.steps({"steps": [{"title": "net", "batch_size": 64, "rows": rows}]}) == [
         "| network, batch size | plain, ms | DCP, line, time | DCP, term, time | DCL, line, time | DCL, term, time "

@@ -1,7 +1,5 @@
 """Each row of the benchmark is what its name says, and those that claim to train the same do."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 
@@ -9,15 +7,12 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector as flat
 
-from benchmarks import fraction
 from benchmarks.methods import (
     ALPHA,
     METHODS,
     WEIGHT,
-    Build,
     PrototypesByHand,
     Script,
-    Training,
     companion_learning,
     companion_prototype,
     start,
@@ -33,7 +28,7 @@ PAPERS = {
 }
 
 
-def trained(build: Build, workload: str = "mlp", rows: int = 16) -> Training:
+def trained(build, workload="mlp", rows=16):
     """A small script in float64 after five steps."""
     work = WORKLOADS[workload]
     batches = [(x[:rows].double(), y[:rows]) for x, y in work.batches()]
@@ -43,13 +38,13 @@ def trained(build: Build, workload: str = "mlp", rows: int = 16) -> Training:
     return training
 
 
-def weights(training: Training) -> torch.Tensor:
+def weights(training):
     return flat(training.model.parameters()).detach()
 
 
 @pytest.mark.parametrize("workload", ["mlp", "cnn"])
 @pytest.mark.parametrize("way", ["DCL, line", "DCL, term"])
-def test_the_wrapper_trains_what_the_handwritten_loop_trains(workload: str, way: str) -> None:
+def test_the_wrapper_trains_what_the_handwritten_loop_trains(workload, way):
     """Otherwise their times could not be compared."""
     builds = (PAPERS[way], METHODS["DCL, by hand"], METHODS["plain"])
     wrapped, written, plain = (trained(build, workload) for build in builds)
@@ -60,7 +55,7 @@ def test_the_wrapper_trains_what_the_handwritten_loop_trains(workload: str, way:
 
 
 @pytest.mark.parametrize("method", ["DCL", "DCP"])
-def test_line_and_term_train_alike_and_the_defaults_are_other_settings(method: str) -> None:
+def test_line_and_term_train_alike_and_the_defaults_are_other_settings(method):
     line, term = f"{method}, line", f"{method}, term"
     ends = [weights(trained(build)) for build in (METHODS[line], METHODS[term], PAPERS[line], PAPERS[term])]
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-12, atol=1e-12)
@@ -68,7 +63,7 @@ def test_line_and_term_train_alike_and_the_defaults_are_other_settings(method: s
     assert not torch.allclose(ends[0], ends[2])
 
 
-def test_prototypes_by_hand_move_to_the_class_means() -> None:
+def test_prototypes_by_hand_move_to_the_class_means():
     prototypes = PrototypesByHand(3, torch.device("cpu"))
     prototypes.rows[0] = torch.tensor([1.0, 0.0, 0.0])
     z, y = torch.tensor([[3.0, 0.0, 0.0], [5.0, 2.0, 0.0], [0.0, 8.0, 0.0]]), torch.tensor([0, 0, 1])
@@ -79,16 +74,7 @@ def test_prototypes_by_hand_move_to_the_class_means() -> None:
 @pytest.mark.parametrize(
     ("method", "workload"), [*((method, "cnn") for method in METHODS), *(("DCL, line", name) for name in ON_CPU)]
 )
-def test_methods_and_networks_take_steps(method: str, workload: str) -> None:
+def test_methods_and_networks_take_steps(method, workload):
     work = dataclasses.replace(WORKLOADS[workload], batch_size=2)
     training = start(METHODS[method], work, warm_up=1)
     assert not torch.equal(weights(training), flat(work.model().parameters()))
-
-
-def test_shares_of_the_rows_are_timed_beside_plain(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fraction", "mlp-small", "--rounds", "2", "--steps", "1"])
-    fraction.main()
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        f"mlp-small, companion_fraction={f}" for f in ("1", "0.5", "0.25")
-    ]

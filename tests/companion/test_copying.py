@@ -1,19 +1,14 @@
 """The copy of the model: when it is made, what of the model it takes over, and how its first prediction is checked."""
 
-from __future__ import annotations
-
 import copy
 import linecache
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -21,6 +16,7 @@ from tests.helpers import (
     assert_same_networks,
     batches,
     dropout_net,
+    fit,
     mlp,
     one,
     sgd,
@@ -43,10 +39,9 @@ def test_tied_weights_stay_tied():
         def forward(self, x):
             return self.second(torch.tanh(self.first(x)))
 
-    model = Tied().double()
-    optimizer = wrap(model)
+    optimizer = wrap(Tied().double())
     assert optimizer.companion.first.weight is optimizer.companion.second.weight
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
@@ -55,40 +50,65 @@ def test_model_that_cannot_be_copied():
     model.uncopyable = (i for i in range(3))
     uncopied = wrap(model)
     with pytest.raises(RuntimeError, match=r"could not be made as a copy.*pass it as companion="):
-        train(model, uncopied, batches(1))
+        fit(uncopied, batches(1))
     optimizer = wrap(model, companion=nn.Linear(FEATURES, CLASSES).double())
+    fit(optimizer, batches(2))
+
+
+def test_a_copy_whose_parameters_have_other_names_is_refused():
+    """As of Keras's models, whose names are counted up."""
+
+    class Renamed(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+            self.add_module(name, nn.Linear(FEATURES, CLASSES).double())
+
+        def __deepcopy__(self, memo):
+            return Renamed(self.name + "_1")
+
+        def forward(self, x):
+            return self.get_submodule(self.name)(x)
+
+    model = Renamed("dense")
+    refused = wrap(model)
+    with pytest.raises(ValueError, match=r"have other names or another order; .* pass it as companion="):
+        model(one()[0])
+    refused.detach()
+    optimizer = wrap(model, companion=Renamed("dense"))
     train(model, optimizer, batches(2))
+    assert optimizer.logs()["penalty"] > 0
 
 
 # ---- what a script does between wrapping and the first forward pass --------------------------------------------------
 
 
-def load_weights(model: nn.Sequential, optimizer: Any) -> None:
+def load_weights(model, optimizer):
     """As every ``--resume`` that loads weights only."""
     model.load_state_dict(mlp(seed=7).state_dict())
 
 
-def to_float32(model: nn.Sequential, optimizer: Any) -> None:
+def to_float32(model, optimizer):
     model.float()
 
 
-def patch_forward(model: nn.Sequential, optimizer: Any) -> None:
+def patch_forward(model, optimizer):
     """By a function that takes the module, as Accelerate does."""
     inner = type(model).forward
     model.forward = (lambda self, x: inner(self, x) * 2).__get__(model)
 
 
-def unfreeze(model: nn.Sequential, optimizer: Any) -> None:
+def unfreeze(model, optimizer):
     model[2].requires_grad_(True)
 
 
-def add_layer(model: nn.Sequential, optimizer: Any) -> None:
+def add_layer(model, optimizer):
     torch.manual_seed(4)
     model.append(nn.Linear(CLASSES, CLASSES).double())
     optimizer.add_param_group({"params": model[3].parameters(), "lr": 0.3})
 
 
-def evaluate(model: nn.Sequential, optimizer: Any) -> None:
+def evaluate(model, optimizer):
     """With gradients on, as those do who look at the first loss."""
     model.eval()
     F.cross_entropy(model(DATA[0][0]), DATA[0][1]).backward()
@@ -96,7 +116,7 @@ def evaluate(model: nn.Sequential, optimizer: Any) -> None:
     model.train()
 
 
-def save_and_load(model: nn.Sequential, optimizer: Any) -> None:
+def save_and_load(model, optimizer):
     """As Accelerate's ``prepare`` does to move the state, before the weights are there."""
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     load_weights(model, optimizer)
@@ -105,35 +125,35 @@ def save_and_load(model: nn.Sequential, optimizer: Any) -> None:
 BETWEEN = [load_weights, to_float32, patch_forward, unfreeze, add_layer, evaluate, save_and_load]
 
 
-def run(change: Callable[[Any, Any], None], wrapped_first: bool) -> Any:
+def run(change, wrapped_first):
     model = mlp()
     if change is unfreeze:
         model[2].requires_grad_(False)
     base = sgd(model)
     if wrapped_first:
-        optimizer = DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
+        optimizer = wrap(model, base)
         change(model, optimizer)
     else:
         change(model, base)
-        optimizer = DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
-    train(model, optimizer, [(x.to(model[0].bias.dtype), y) for x, y in DATA])
+        optimizer = wrap(model, base)
+    fit(optimizer, [(x.to(model[0].bias.dtype), y) for x, y in DATA])
     assert optimizer.logs()["penalty"] > 0
     return model, optimizer
 
 
 @pytest.mark.parametrize("change", BETWEEN)
-def test_what_is_done_after_wrapping_is_as_if_it_had_been_done_before(change: Any) -> None:
+def test_what_is_done_after_wrapping_is_as_if_it_had_been_done_before(change):
     (_, optimizer), (_, other) = (run(change, first) for first in (True, False))
     assert_same_networks(optimizer, other)
 
 
 @pytest.mark.parametrize("how", ["companion", "companion_optimizer", "state"])
-def test_the_copy_is_made_earlier_where_it_is_asked_for(how: str) -> None:
+def test_the_copy_is_made_earlier_where_it_is_asked_for(how):
     model = mlp()
     optimizer = wrap(model)
     if how == "state":
         trained = wrap(mlp(seed=2))
-        train(trained.model, trained, DATA)
+        fit(trained, DATA)
         optimizer.load_state_dict(trained.state_dict())
         expected = copy.deepcopy(trained.companion)
     else:
@@ -143,11 +163,11 @@ def test_the_copy_is_made_earlier_where_it_is_asked_for(how: str) -> None:
     assert_same(optimizer.companion, expected)
 
 
-def test_a_first_forward_with_other_parameters_names_the_fix_which_works() -> None:
+def test_a_first_forward_with_other_parameters_names_the_fix_which_works():
     """As in MAML, whose inner loop calls the model with fast weights."""
     x, y = one()
 
-    def loss_of(model: nn.Module) -> Tensor:
+    def loss_of(model):
         fast = {name: 1 * parameter for name, parameter in model.named_parameters()}
         return F.cross_entropy(torch.func.functional_call(model, fast, (x,)), y)
 
@@ -157,20 +177,20 @@ def test_a_first_forward_with_other_parameters_names_the_fix_which_works() -> No
         loss_of(model)
     assert_same(optimizer.companion, model)
     loss_of(model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.logs()["penalty"] > 0
 
 
-def test_the_copy_draws_nothing_from_the_scripts_generators() -> None:
+def test_the_copy_draws_nothing_from_the_scripts_generators():
     """Neither that of the optimizer, nor that of a layer as Keras's, which is named at random."""
 
     class Optimizer(torch.optim.SGD):
-        def __init__(self, params: Any, lr: float = 0.1) -> None:
+        def __init__(self, params, lr=0.1):
             super().__init__(params, lr)
             torch.rand(3)
 
     class Layer(nn.Linear):
-        def __deepcopy__(self, memo: Any) -> nn.Module:
+        def __deepcopy__(self, memo):
             twin = nn.Linear(self.in_features, self.out_features).double()
             with torch.no_grad():
                 twin.bias.add_(torch.rand(()))
@@ -182,29 +202,28 @@ def test_the_copy_draws_nothing_from_the_scripts_generators() -> None:
         torch.manual_seed(5)
         model = nn.Sequential(Layer(FEATURES, 12), dropout_net()[1:]).double()
         base = Optimizer(model.parameters())
-        train(model, base if weight is None else DCLOptimizer(base, model, weight=weight, companion_fraction=1), DATA)
+        train(model, base if weight is None else wrap(model, base, weight=weight), DATA)
         found.append(torch.rand(1).item())
         models.append(model)
     assert found[0] == found[1]
     assert_same(*models)
 
 
-def test_a_state_that_was_saved_before_the_first_forward_resumes_exactly() -> None:
+def test_a_state_that_was_saved_before_the_first_forward_resumes_exactly():
     model = mlp()
     optimizer = wrap(model)
     weights, state = through_a_file((model.state_dict(), optimizer.state_dict()))
-    train(model, optimizer, DATA)
+    fit(optimizer, DATA)
     again = mlp(seed=8)
     other = wrap(again)
-    train(again, other, DATA[:1])  # it has a companion by now
+    fit(other, DATA[:1])  # it has a companion by now
     again.load_state_dict(weights)
     other.load_state_dict(state)
-    train(again, other, DATA)
-    assert_same(again, model)
-    assert_same(other.companion, optimizer.companion)
+    fit(other, DATA)
+    assert_same_networks(other, optimizer)
 
 
-def test_a_state_that_is_refused_makes_no_copy() -> None:
+def test_a_state_that_is_refused_makes_no_copy():
     model, wide = mlp(), mlp(width=13)
     optimizer, other = wrap(model), wrap(wide)
     assert other.companion is not None
@@ -218,19 +237,19 @@ def test_a_state_that_is_refused_makes_no_copy() -> None:
 
 
 class Network(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, _, self.head = mlp()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(torch.tanh(self.body(x)))
 
 
-def compile_a_layer(model: Any) -> None:
+def compile_a_layer(model):
     model.body.forward = torch.compile(model.body.forward, backend="eager")
 
 
-def hold_it_in_a_function(model: Any) -> None:
+def hold_it_in_a_function(model):
     """As minGPT's ``mlpf`` holds layers."""
     body = model.body
     model.body.forward = lambda x: F.linear(x, body.weight, body.bias)
@@ -239,11 +258,11 @@ def hold_it_in_a_function(model: Any) -> None:
 class Borrowing(nn.Module):
     """Has a layer, and borrows another."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = mlp()[0]
 
-    def forward(self, x: Tensor, head: nn.Module | None = None) -> Tensor:
+    def forward(self, x, head=None):
         return (HEADS[0] if head is None else head)(torch.tanh(self.body(x)))
 
 
@@ -251,17 +270,17 @@ HEADS = [mlp()[2]]
 
 
 class Listing(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body, *self.layers = mlp()  # whose copies no one would train
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in (self.body, *self.layers):
             x = layer(x)
         return x
 
 
-HELD: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], list[nn.Module], str]] = {
+HELD = {
     "a compiled forward": (Network, compile_a_layer, [], "the model's 'body.weight'"),
     "a function": (Network, hold_it_in_a_function, [], "the model's 'body.weight'"),
     "a global": (Borrowing, lambda model: None, [], r"a tensor of shape \(5, 12\)"),
@@ -271,27 +290,27 @@ HELD: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], list[nn.Mod
 
 
 @pytest.mark.parametrize("held", HELD)
-def test_a_layer_that_is_not_the_copys_own_is_refused_by_name_at_the_first_prediction(held: str) -> None:
+def test_a_layer_that_is_not_the_copys_own_is_refused_by_name_at_the_first_prediction(held):
     """The companion's backward pass would add to the model's gradients, or train what no optimizer steps."""
     build, change, arguments, name = HELD[held]
     model = build()
     change(model)
     base = torch.optim.SGD([*model.parameters(), *HEADS[0].parameters()], lr=0.1)
     message = rf"would train {name}, which is not its own(?s:.*)pass it as companion="
-    optimizer = DCLOptimizer(base, model, weight=0.0, companion_fraction=1)
+    optimizer = wrap(model, base, weight=0.0)
     with pytest.raises(RuntimeError, match=message):
         model(one()[0], *arguments)
     optimizer.detach()
     torch.compiler.reset()
 
 
-def test_a_part_that_torchscript_made_is_refused_with_its_name() -> None:
+def test_a_part_that_torchscript_made_is_refused_with_its_name():
     """Of which a copy shares the parameters."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit.script is deprecated
         part = torch.jit.script(nn.Linear(FEATURES, CLASSES))
     model = nn.Sequential(part)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion_fraction=1)
+    optimizer = wrap(model)
     with pytest.raises(RuntimeError, match=r"would train the model's '0.weight'.*torch\.jit\.script holds that layer"):
         model(torch.ones(2, FEATURES))
     optimizer.detach()
@@ -300,16 +319,16 @@ def test_a_part_that_torchscript_made_is_refused_with_its_name() -> None:
 class Normalizing(Network):
     """A function holds its batch norm, which has no parameters: the copy would write to the model's statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm = norm = nn.BatchNorm1d(12, affine=False).double()
         self.function = lambda x: torch.tanh(norm(x))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.head(self.function(self.body(x)))
 
 
-def test_a_layer_without_parameters_that_is_not_the_copys_own_is_refused_too() -> None:
+def test_a_layer_without_parameters_that_is_not_the_copys_own_is_refused_too():
     model = Normalizing()
     optimizer = wrap(model)
     with pytest.raises(RuntimeError, match=r"(?s)writes to the model's own tensors.*pass it as companion="):
@@ -317,18 +336,18 @@ def test_a_layer_without_parameters_that_is_not_the_copys_own_is_refused_too() -
     optimizer.detach()
 
 
-def test_a_companion_of_the_scripts_own_works_where_a_copy_is_refused() -> None:
+def test_a_companion_of_the_scripts_own_works_where_a_copy_is_refused():
     model, companion, expected = Network(), Network(), Network()
     hold_it_in_a_function(model)
     hold_it_in_a_function(companion)
     optimizer, other = wrap(model, companion=companion), wrap(expected)
-    train(model, optimizer, DATA)
-    train(expected, other, DATA)
+    fit(optimizer, DATA)
+    fit(other, DATA)
     assert_same(model, expected)
     assert_same(companion, other.companion)
 
 
-def test_a_companion_whose_logits_have_no_parameter_of_its_own_is_refused() -> None:
+def test_a_companion_whose_logits_have_no_parameter_of_its_own_is_refused():
     companion = nn.Linear(FEATURES, CLASSES).double()
     companion.forward = lambda x: torch.zeros(len(x), CLASSES).double()
     model = mlp()
@@ -348,26 +367,26 @@ class Counting(nn.Module):
 
     calls = 0
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = mlp()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         type(self).calls += 1
         return self.net(x) * type(self).calls
 
 
-def test_a_first_prediction_that_is_not_the_models_is_warned_of_once() -> None:
+def test_a_first_prediction_that_is_not_the_models_is_warned_of_once():
     model = Counting()
     optimizer = wrap(model)
     with pytest.warns(UserWarning, match=NOT_EQUAL) as caught:
         model(DATA[0][0])
     assert linecache.getline(caught[0].filename, caught[0].lineno).strip() == "model(DATA[0][0])"
-    train(model, optimizer, DATA)
+    fit(optimizer, DATA)
     assert len(caught) == 1
 
 
-def test_a_copy_that_was_made_before_the_models_weights_is_warned_of() -> None:
+def test_a_copy_that_was_made_before_the_models_weights_is_warned_of():
     """Also where layers are frozen, whose weights it has as soon as the model."""
     model = mlp()
     model[0].requires_grad_(False)
@@ -377,4 +396,4 @@ def test_a_copy_that_was_made_before_the_models_weights_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=NOT_EQUAL):
         model(DATA[0][0])
     optimizer.reset_companion()
-    train(model, optimizer, DATA)
+    fit(optimizer, DATA)

@@ -1,35 +1,32 @@
 """The model's hooks: those of libraries are the copy's too, none of the script's sees the companion's values."""
 
-from __future__ import annotations
-
 import functools
 import io
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train, wrap
+from tests.helpers import CLASSES, assert_same, batches, fit, mlp, sgd, train, wrap
 
 
 class Recorder:
     """Keeps in a list of the script what a layer gets or gives, as feature extractors do."""
 
-    def __init__(self, store: list[Tensor]) -> None:
+    def __init__(self, store):
         self.store = store
 
-    def see(self, module: nn.Module, *values: Any) -> None:
+    def see(self, module, *values):
         last = values[-1]
         self.store.append(last if isinstance(last, Tensor) else last[0])
 
 
-def by_method(store: list[Tensor]) -> Any:
+def by_method(store):
     return Recorder(store).see
 
 
-def by_function(store: list[Tensor]) -> Any:
+def by_function(store):
     return lambda module, *values: Recorder(store).see(module, *values)
 
 
@@ -42,15 +39,15 @@ def by_function(store: list[Tensor]) -> Any:
         ("full_backward_pre_hook", by_function),
     ],
 )
-def test_what_a_hook_records_is_the_models(kind: str, record: Any) -> None:
+def test_what_a_hook_records_is_the_models(kind, record):
     """A loss on it is the script's: with weight 0 the run is that of the base alone."""
 
-    def trained(wrapped: bool) -> tuple[nn.Module, list[Tensor]]:
+    def trained(wrapped):
         model, store = mlp(), []
         getattr(model[1], f"register_{kind}")(record(store))
         optimizer = wrap(model, weight=0.0) if wrapped else sgd(model)
 
-        def loss(z: Tensor, y: Tensor) -> Tensor:
+        def loss(z, y):
             feature = store[-1] if "forward" in kind else z.new_zeros(())
             return F.cross_entropy(z, y) + feature.square().mean()
 
@@ -66,35 +63,35 @@ def test_what_a_hook_records_is_the_models(kind: str, record: Any) -> None:
 class Scaled(nn.Linear):
     """Computes a weight that its forward pass uses in a hook of its own, as parametrizations by hand do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(12, CLASSES)
         self.factor = nn.Parameter(torch.ones(()))
         self.register_forward_pre_hook(self.scale)
         self.register_forward_hook(self.halve)
 
-    def scale(self, module: nn.Module, inputs: Any) -> None:
+    def scale(self, module, inputs):
         self.scaled = self.factor * self.weight
 
-    def halve(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    def halve(self, module, inputs, output):
         return output / 2
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.linear(x, self.scaled, self.bias)
 
 
-def test_hooks_of_the_models_own_classes_are_the_copys_over_its_own() -> None:
+def test_hooks_of_the_models_own_classes_are_the_copys_over_its_own():
     model = mlp()
     model[2] = Scaled().double()
     optimizer = wrap(model)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["penalty"] == 0
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     assert optimizer.logs()["penalty"] > 0
     assert optimizer.companion[2].factor != 1
 
 
-def test_a_hook_that_changes_the_network_is_registered_on_the_companion_too() -> None:
-    def scaled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def test_a_hook_that_changes_the_network_is_registered_on_the_companion_too():
+    def scaled(module, inputs, output):
         return 3.0 * output
 
     for registers in (True, False):
@@ -103,25 +100,25 @@ def test_a_hook_that_changes_the_network_is_registered_on_the_companion_too() ->
         optimizer = wrap(model)
         if registers:
             optimizer.companion[1].register_forward_hook(scaled)
-            train(model, optimizer, batches(1))
+            fit(optimizer, batches(1))
         else:
             with pytest.warns(UserWarning, match=r"hooks of the model that are not copied.*optimizer\.companion too"):
-                train(model, optimizer, batches(1))
+                fit(optimizer, batches(1))
         assert (optimizer.logs()["penalty"] == 0) == registers
 
 
 # ---- hooks of libraries ----------------------------------------------------------------------------------------------
 
 
-def spectral_norm(model: nn.Sequential) -> None:
+def spectral_norm(model):
     """Beside a hook of the script with its number: in a model that was saved whole, numbers have begun anew."""
     nn.utils.spectral_norm(model[2])
     (key,) = model[2]._forward_pre_hooks
     model[0]._forward_hooks[key] = by_function([])
 
 
-def hook_of_transformers(model: nn.Sequential) -> None:
-    def halve(factor: float, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+def hook_of_transformers(model):
+    def halve(factor, module, inputs, output):
         return factor * output
 
     halve.__module__ = "transformers.modeling_utils"
@@ -129,19 +126,19 @@ def hook_of_transformers(model: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("register", [spectral_norm, hook_of_transformers])
-def test_hooks_of_libraries_are_copied(register: Any) -> None:
+def test_hooks_of_libraries_are_copied(register):
     """The first prediction is the model's output, and what the model learns later is not the companion's at once."""
     model = mlp()
     register(model)
     optimizer = wrap(model)
     assert not optimizer.companion[0]._forward_hooks
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["penalty"] == 0
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.logs()["penalty"] > 0
 
 
-def test_a_built_in_function_is_no_hook_of_a_library() -> None:
+def test_a_built_in_function_is_no_hook_of_a_library():
     model = mlp()
     model[1].register_forward_hook(functools.partial(print, file=io.StringIO()))
     assert not wrap(model).companion[1]._forward_hooks
@@ -150,17 +147,17 @@ def test_a_built_in_function_is_no_hook_of_a_library() -> None:
 # ---- hooks on the outermost module -----------------------------------------------------------------------------------
 
 
-def outer_pre(model: nn.Module) -> None:
+def outer_pre(model):
     model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
 
 
-def outer_output(model: nn.Module) -> None:
+def outer_output(model):
     """It comes after the penalty's place: both networks are held before it."""
     model.register_forward_hook(lambda module, args, output: output + 1.0)
 
 
 @pytest.mark.parametrize(("change", "order"), [(outer_pre, "before"), (outer_pre, "after"), (outer_output, "after")])
-def test_the_companion_gets_the_inputs_that_the_models_pre_hooks_have_made(change: Any, order: str) -> None:
+def test_the_companion_gets_the_inputs_that_the_models_pre_hooks_have_made(change, order):
     model = mlp()
     if order == "before":
         change(model)
@@ -168,5 +165,5 @@ def test_the_companion_gets_the_inputs_that_the_models_pre_hooks_have_made(chang
     assert not optimizer.companion._forward_pre_hooks  # the copy is made now
     if order == "after":
         change(model)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["penalty"] == 0

@@ -1,17 +1,13 @@
 """What a script does to the model in the middle of a run, and the companion follows: place, mode, frozen layers."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import (
     CLASSES,
@@ -21,47 +17,48 @@ from tests.helpers import (
     assert_same_networks,
     batch_norm_net,
     batches,
+    fit,
     mlp,
     one,
     sgd,
     train,
     wrap,
 )
-from tests.reference import Rounded, dcl_step, train_by_hand
+from tests.reference import EACH_WAY, NEAR, Rounded, dcl_step, train_by_hand
 
 DATA = list(batches(5))
 AGAIN = r"trains other parameters than before.*the companion is copied from the model again"
 
 
-def flat(module: nn.Module) -> Tensor:
+def flat(module):
     return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
 
 
 # ---- device, dtype and mode ------------------------------------------------------------------------------------------
 
 
-def unfrozen(by_hand: bool) -> DCLOptimizer:
+def unfrozen(by_hand):
     """Train, unfreeze a layer, and train on: with a companion that the script resets, or not."""
     model = mlp()
     model[0].requires_grad_(False)
     optimizer = wrap(model)
-    train(model, optimizer, DATA[:2])
+    fit(optimizer, DATA[:2])
     model[0].requires_grad_(True)
     if by_hand:
         optimizer.reset_companion()
     with nullcontext([]) if by_hand else pytest.warns(UserWarning, match=AGAIN) as caught:
-        train(model, optimizer, DATA[2:])
+        fit(optimizer, DATA[2:])
     assert len(caught) == (not by_hand)
     return optimizer
 
 
-def test_the_companion_is_copied_again_when_a_layer_is_unfrozen() -> None:
+def test_the_companion_is_copied_again_when_a_layer_is_unfrozen():
     """As by hand, and said once; test_model_structure adds groups."""
     assert_same_networks(unfrozen(by_hand=False), unfrozen(by_hand=True))
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_of_a_model_that_is_converted_in_mid_run_there_is_another_copy_and_a_warning(loaded: bool) -> None:
+def test_of_a_model_that_is_converted_in_mid_run_there_is_another_copy_and_a_warning(loaded):
     model = mlp()
     optimizer = wrap(model)
     train(model, optimizer, DATA[:2])
@@ -78,12 +75,12 @@ def test_of_a_model_that_is_converted_in_mid_run_there_is_another_copy_and_a_war
     assert_same(optimizer.companion, expected)
 
 
-def test_layers_that_are_frozen_in_turn_keep_their_companion() -> None:
+def test_layers_that_are_frozen_in_turn_keep_their_companion():
     """As block-coordinate training and GANs freeze them; the written-out loop with a companion that is frozen too."""
     model, hand = mlp(), mlp()
     companion = copy.deepcopy(hand)
     optimizer, base, second = wrap(model), sgd(hand), sgd(companion)
-    train(model, optimizer, DATA[:1])
+    fit(optimizer, DATA[:1])
     dcl_step(hand, companion, base, second, *DATA[0], F.cross_entropy, mse)
     for step, (x, y) in enumerate(batches(12, seed=4)):
         frozen = step // 2 % 2 * 2
@@ -91,25 +88,24 @@ def test_layers_that_are_frozen_in_turn_keep_their_companion() -> None:
             network.requires_grad_(True)
             network[frozen].requires_grad_(False)
         before = copy.deepcopy(optimizer.companion[frozen])
-        train(model, optimizer, [(x, y)])
+        fit(optimizer, [(x, y)])
         assert_same(optimizer.companion[frozen], before)
         dcl_step(hand, companion, base, second, x, y, F.cross_entropy, mse)
         assert optimizer.logs()["penalty"] > 0
-    assert_same(model, hand, rtol=1e-10, atol=1e-12)
-    assert_same(optimizer.companion, companion, rtol=1e-10, atol=1e-12)
+    assert_same((model, optimizer.companion), (hand, companion), **NEAR)
 
 
 def test_modes_are_mirrored_module_by_module():
     model = batch_norm_net()
     optimizer = wrap(model)
     model[1].eval()  # the frozen batch norm of fine-tuning scripts
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.companion[0].training
     assert not optimizer.companion[1].training
     assert optimizer.companion[1].num_batches_tracked == 0
     model[1].train()
     optimizer.companion.eval()
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.companion[1].num_batches_tracked == 2
 
 
@@ -119,21 +115,21 @@ def test_modes_are_mirrored_module_by_module():
 class Elsewhere(nn.Module):
     """A companion on another device or of another dtype, which moves its inputs itself."""
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network):
         super().__init__()
         self.network = network
 
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.network(x.to(next(self.network.parameters())))
+    def forward(self, x):
+        logits = self.network(x.to(next(self.network.parameters())))
         return logits
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("mlp", torch.float32), ("batch_norm", torch.bfloat16)])
-def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name: str, dtype: torch.dtype) -> None:
+def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name, dtype):
     model, hand, start = MODELS[name](), MODELS[name](), MODELS[name]()
     optimizer = wrap(model, companion=Elsewhere(copy.deepcopy(model).to(dtype)))
     companion = Elsewhere(Rounded(copy.deepcopy(hand), dtype))
-    train(model, optimizer, batches(20))
+    fit(optimizer, batches(20))
     train_by_hand(hand, sgd, batches(20), companion)
     assert_same(model, hand, rtol=1e-3, atol=1e-4)
     weights = nn.ParameterList(optimizer.companion_optimizer.param_groups[0]["params"])
@@ -143,50 +139,50 @@ def test_a_given_companion_of_its_own_dtype_is_the_reference_and_stays(name: str
     assert {parameter.dtype for parameter in optimizer.companion.parameters()} == {dtype}
 
 
-def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does() -> None:
+def test_a_given_companion_shares_what_is_frozen_and_trains_what_the_base_does():
     """Of a whole copy under a base of the head alone, the body is as untrained as the model's."""
     model = mlp()
     model[0].requires_grad_(False)
     sharing = nn.Sequential(model[0], nn.Tanh(), nn.Linear(12, CLASSES).double())
     optimizer = wrap(model, companion=sharing)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     assert optimizer.companion[0] is model[0]
 
     model = mlp()
     whole = copy.deepcopy(model)
     train(
         model,
-        DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, companion=whole, companion_fraction=1),
+        wrap(model, sgd(model[2]), companion=whole),
         DATA,
     )
     assert_same(whole[0], mlp()[0])
     assert not torch.equal(whole[2].weight, mlp()[2].weight)
 
 
-def test_a_given_companion_that_shares_what_is_unfrozen_is_refused() -> None:
+def test_a_given_companion_that_shares_what_is_unfrozen_is_refused():
     """Its backward pass would add to the model's gradients."""
     model = mlp()
     model[0].requires_grad_(False)
     optimizer = wrap(model, companion=nn.Sequential(model[0], nn.Tanh(), nn.Linear(12, CLASSES).double()))
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     model[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"companion would train the model's '0.weight', which is not its own"):
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
 
 
 # ---- what the base does not train is shared --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen: bool) -> None:
+def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen):
     """Frozen parameters are the very same; others, which may get gradients of the script's, share their memory."""
     model = mlp()
     model[0].requires_grad_(not frozen)
-    optimizer = DCLOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1), model, weight=0.0, companion_fraction=1)
+    optimizer = wrap(model, sgd(model[2]), weight=0.0)
     alone = copy.deepcopy(model)
-    base = torch.optim.SGD(alone[2].parameters(), lr=0.1)
+    base = sgd(alone[2])
     for batch in DATA:
-        train(model, optimizer, [batch])
+        fit(optimizer, [batch])
         train(alone, base, [batch])
         for network in (model, alone):
             network[0].weight.data.mul_(0.9)  # a teacher that the script moves
@@ -209,13 +205,13 @@ def test_what_the_base_does_not_train_is_shared_and_not_saved(frozen: bool) -> N
 class MoCo(nn.Module):
     """Logits with those of a key encoder, which follows the encoder in each forward pass."""
 
-    def __init__(self, in_place: bool = True) -> None:
+    def __init__(self, in_place=True):
         super().__init__()
         self.net, self.keys, self.in_place = mlp(), mlp(), in_place
         self.keys.requires_grad_(False)
         self.still = nn.Parameter(torch.ones(CLASSES, dtype=torch.float64), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         with torch.no_grad():
             for slow, fast in zip(self.keys.parameters(), self.net.parameters(), strict=True):
                 if self.in_place:
@@ -226,7 +222,7 @@ class MoCo(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place: bool) -> None:
+def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place):
     model = MoCo(in_place)
     optimizer = wrap(model)
     with pytest.raises(RuntimeError, match=r"writes to the model's own tensors.*, or pass companion="):
@@ -237,19 +233,19 @@ def test_frozen_parameters_that_the_forward_writes_to_are_refused(in_place: bool
 class Statistics(nn.Module):
     """Keeps a running mean in a frozen parameter, and writes to its data, which torch does not count."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate):
         super().__init__()
         self.net, self.rate = mlp(), rate
         self.mean = nn.Parameter(torch.zeros(FEATURES, dtype=torch.float64), requires_grad=False)
         self.table = nn.Parameter(torch.tensor([torch.nan, -torch.inf]), requires_grad=False)
         self.codes = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         self.mean.data.lerp_(x.mean(0), self.rate)
         return self.net(x - self.mean)
 
 
-def test_frozen_parameters_whose_data_the_forward_writes_to_are_refused() -> None:
+def test_frozen_parameters_whose_data_the_forward_writes_to_are_refused():
     """The companion would write to them a second time. With a rate of 0 nothing changes."""
     model = Statistics(0.1)
     optimizer = wrap(model)
@@ -266,26 +262,26 @@ def test_frozen_parameters_whose_data_the_forward_writes_to_are_refused() -> Non
 
 # ---- what a forward pass leaves outside of its output ----------------------------------------------------------------
 
-REGISTRY: list[Tensor] = []
+REGISTRY = []
 
 
 class Regular(nn.Module):
     """Puts a term of the loss into a list that is no part of the model."""
 
-    def __init__(self, of: str) -> None:
+    def __init__(self, of):
         super().__init__()
         self.net, self.of = mlp(), of
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.net[:2](x)
         REGISTRY.append(self.net[0].weight.abs().mean() if self.of == "weights" else hidden.square().mean())
         return self.net[2:](hidden)
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize("of", ["weights", "activations"])
-def test_a_term_that_a_list_outside_of_the_model_has_twice_is_an_error_that_names_it(of: str, way: str) -> None:
+def test_a_term_that_a_list_outside_of_the_model_has_twice_is_an_error_that_names_it(of, way):
     model = Regular(of)
     optimizer = wrap(model, weight=0.0)
     (x, y) = one()
@@ -299,14 +295,14 @@ def test_a_term_that_a_list_outside_of_the_model_has_twice_is_an_error_that_name
     optimizer.detach()
 
 
-def test_a_given_companion_begins_without_the_gradients_of_the_script() -> None:
+def test_a_given_companion_begins_without_the_gradients_of_the_script():
     found = []
     for has_gradients in (True, False):
         model, companion = mlp(), mlp(1)
         if has_gradients:
             F.cross_entropy(companion(one()[0]), one()[1]).backward()
         optimizer = wrap(model, companion=companion)
-        train(model, optimizer, DATA)
+        fit(optimizer, DATA)
         found.append(optimizer)
     assert_same_networks(*found)
 
@@ -314,12 +310,12 @@ def test_a_given_companion_begins_without_the_gradients_of_the_script() -> None:
 class Keeping(nn.Module):
     """Appends its hidden values to a list, which the script empties."""
 
-    def __init__(self, reads: bool = False) -> None:
+    def __init__(self, reads=False):
         super().__init__()
         self.net, self.reads = mlp(), reads
-        self.kept: list[Tensor] = []
+        self.kept = []
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.net[:2](x)
         self.kept.append(hidden)
         read = self.kept if self.reads else [hidden]
@@ -327,13 +323,11 @@ class Keeping(nn.Module):
 
 
 @pytest.mark.parametrize("replaces", [True, False])
-def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces: bool) -> None:
+def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces):
     model = Keeping()
     optimizer = wrap(model)
     for x, y in batches(6):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        fit(optimizer, [(x, y)])
         if replaces:
             model.kept = []
         else:
@@ -342,27 +336,27 @@ def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces:
     assert len(optimizer.companion.kept) <= 2
 
 
-def test_a_list_that_the_script_empties_is_empty_for_the_companion_too() -> None:
+def test_a_list_that_the_script_empties_is_empty_for_the_companion_too():
     found = []
     for reads in (True, False):
         model = Keeping(reads)
         optimizer = wrap(model)
         for batch in DATA:
-            train(model, optimizer, [batch])
+            fit(optimizer, [batch])
             model.kept.clear()
         found.append(optimizer.companion)
     assert_same(*found)
 
 
-def test_a_model_whose_parameters_are_another_list_trains() -> None:
+def test_a_model_whose_parameters_are_another_list_trains():
     class Listed(nn.Linear):
         """As a MAML script: ``parameters`` gives those of the inner loop, as a list."""
 
-        def parameters(self, recurse: bool = True) -> Any:
+        def parameters(self, recurse=True):
             return [self.weight]
 
     model = Listed(FEATURES, CLASSES).double()
     model.bias.requires_grad_(False)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, companion_fraction=1)
-    train(model, optimizer, batches(3))
+    optimizer = wrap(model)
+    fit(optimizer, batches(3))
     assert optimizer.logs()["penalty"] > 0

@@ -1,44 +1,39 @@
 """A companion whose weights are not finite is copied anew from the model; the script's own one is not."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer
 from dcl_optim.pytorch.synchronization import SYNC_INTERVAL
-from tests.helpers import assert_same, backward, batches, mlp, train
+from tests.helpers import assert_same, backward, batches, fit, mlp, needs_gloo, same_on_both, train
 
 NAN, INF = float("nan"), float("inf")
 COPIED = "weights are not finite.*it is copied from the model again"
 
 
-def wrap(model: nn.Module, base: Any = torch.optim.AdamW, **options: Any) -> DCLOptimizer:
+def wrap(model, base=torch.optim.AdamW, **options):
     return DCLOptimizer(
         base(model.parameters(), lr=1e-2), model, **{"weight": 0.7, "alpha": 0.4} | options, companion_fraction=1
     )
 
 
-def is_finite(model: nn.Module) -> bool:
+def is_finite(model):
     return all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
-def spoil_a_weight(optimizer: DCLOptimizer) -> None:
+def spoil_a_weight(optimizer):
     optimizer.companion[0].weight.data[0, 0] = NAN
 
 
-def overflow(optimizer: DCLOptimizer) -> None:
+def overflow(optimizer):
     optimizer.companion[2].bias.data.fill_(INF)
 
 
-def load_nan(optimizer: DCLOptimizer) -> None:
+def load_nan(optimizer):
     state = optimizer.state_dict()
     state["dcl_optim.DCLOptimizer"]["forecaster"]["model"]["0.weight"][0] = NAN
     optimizer.load_state_dict(state)
@@ -53,15 +48,15 @@ def test_a_companion_that_is_not_finite_is_copied_again_in_the_next_step_that_as
     model = mlp()
     optimizer = wrap(model, base)
     data = list(batches(10))
-    train(model, optimizer, data[:5])
+    fit(optimizer, data[:5])
     lose(optimizer)
-    train(model, optimizer, data[5:7])
+    fit(optimizer, data[5:7])
     assert not is_finite(optimizer.companion)
     assert is_finite(model)
     with pytest.warns(UserWarning, match=COPIED):
-        train(model, optimizer, data[7:8])
+        fit(optimizer, data[7:8])
     assert_same(optimizer.companion, model)
-    train(model, optimizer, data[8:])
+    fit(optimizer, data[8:])
     assert is_finite(optimizer.companion)
     assert 0 < optimizer.logs()["penalty"] < INF
 
@@ -72,14 +67,14 @@ def test_steps_until_then_are_without_its_penalty(distance):
     model, plain = mlp(), mlp()
     optimizer = wrap(model, distance=distance)
     *data, third, fourth = batches(4)
-    train(model, optimizer, data)
+    fit(optimizer, data)
     theirs = torch.optim.AdamW(plain.parameters())
     plain.load_state_dict(model.state_dict())
     theirs.load_state_dict(copy.deepcopy(optimizer.base.state_dict()))
     optimizer.companion[2].bias.data.fill_(NAN)  # no entry of its logits is finite
-    train(model, optimizer, [third])
+    fit(optimizer, [third])
     with pytest.warns(UserWarning, match=COPIED):
-        train(model, optimizer, [fourth])
+        fit(optimizer, [fourth])
     train(plain, theirs, [third, fourth])
     assert_same(model, plain)
 
@@ -89,7 +84,7 @@ def test_a_companion_of_the_scripts_own_is_left_to_the_script():
     optimizer = wrap(model, companion=companion)
     spoil_a_weight(optimizer)
     with pytest.warns(UserWarning, match="load weights into it"):
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
     assert optimizer.companion is companion
     assert is_finite(model)
 
@@ -99,12 +94,12 @@ def test_on_a_gpu_it_is_found_once_in_a_hundred_steps():
     model = mlp(dtype=torch.float32).cuda()
     optimizer = wrap(model)
     data = [(x.cuda(), y.cuda()) for x, y in batches(SYNC_INTERVAL + 1, dtype=torch.float32)]
-    train(model, optimizer, data[:65])
+    fit(optimizer, data[:65])
     spoil_a_weight(optimizer)
-    train(model, optimizer, data[65 : SYNC_INTERVAL - 1])
+    fit(optimizer, data[65 : SYNC_INTERVAL - 1])
     assert is_finite(model)
     with pytest.warns(UserWarning, match=COPIED):
-        train(model, optimizer, data[SYNC_INTERVAL - 1 :])
+        fit(optimizer, data[SYNC_INTERVAL - 1 :])
     assert is_finite(optimizer.companion)
 
 
@@ -114,16 +109,16 @@ def test_on_a_gpu_it_is_found_once_in_a_hundred_steps():
 STEPS = (4, 5)  # in which the first rank's batch is not finite; steps 1, 2 and 4 read values
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank, folder):
     for step in STEPS:
         torch.save(one_rank_meets_it(rank, step), folder / f"{step} {rank}.pt")
 
 
-def one_rank_meets_it(rank: int, step: int) -> list[Tensor]:
+def one_rank_meets_it(rank, step):
     model = nn.parallel.DistributedDataParallel(mlp())
     optimizer = wrap(model)
     data = list(batches(10))
-    train(model, optimizer, data[rank : rank + step - 1])
+    fit(optimizer, data[rank : rank + step - 1])
     before = copy.deepcopy(optimizer.companion)
     x, y = data[8]
     if rank == 0:
@@ -136,13 +131,13 @@ def one_rank_meets_it(rank: int, step: int) -> list[Tensor]:
             parameter.grad.zero_()  # as a script that cleans its gradients and steps all the same
         optimizer.step()
     assert not torch.equal(optimizer.companion[0].weight, before[0].weight)  # the other rank's batch was learned from
-    train(model, optimizer, data[rank : rank + 2])
+    fit(optimizer, data[rank : rank + 2])
     assert is_finite(model)
     assert is_finite(optimizer.companion)
     return [parameter.detach() for parameter in optimizer.companion.parameters()]
 
 
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+@needs_gloo
 @pytest.mark.parametrize("step", STEPS)
-def test_a_rank_whose_batch_is_not_finite_leaves_the_others_in_step(step, ranks: Path):
-    assert_same(*(torch.load(ranks / f"{step} {rank}.pt") for rank in (0, 1)))
+def test_a_rank_whose_batch_is_not_finite_leaves_the_others_in_step(step, ranks):
+    same_on_both(ranks, step)

@@ -1,12 +1,9 @@
 """Tests on the fake accelerator: a process of its own, since a device that is registered stays, and its answers."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 needs_device = pytest.mark.skipif(not fake_device.available(), reason="this torch has no devices in Python")
 
 
-def answers(module: str) -> Any:
+def answers(module):
     """Run a test module as a script and read the JSON that it prints last."""
     line = [sys.executable, "-W", "error", "-m", module]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)

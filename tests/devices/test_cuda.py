@@ -3,21 +3,17 @@
 No machine of the continuous integration has a GPU. ``python -m pytest -m gpu`` on one that has runs these and others.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch import nn
+from torch.optim import SGD, AdamW
 
 from tests.devices import test_values as values
 from tests.helpers import assert_same, batches, through_a_file
-from tests.reference import EACH, assert_same_training, learned, term_of, wrap
+from tests.reference import EACH, EACH_WAY, assert_same_training, learned, term_of, wrap
 
 pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
@@ -25,14 +21,14 @@ STEPS = 20
 
 
 @pytest.fixture(autouse=True)
-def float32_as_it_is() -> Iterator[None]:
+def float32_as_it_is():
     """Convolutions are in TF32 by default, which has the 10 bits of float16."""
     with torch.backends.cudnn.flags(allow_tf32=False):
         yield
 
 
 @pytest.fixture
-def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def repeatable(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
@@ -44,7 +40,7 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("method", values.WRAPPERS)
 @pytest.mark.parametrize("name", values.CASES)
-def test_a_gpu_computes_what_the_cpu_computes(name: str, method: str) -> None:
+def test_a_gpu_computes_what_the_cpu_computes(name, method):
     case = values.CASES[name]
     there, here = (values.trained(case, method, device) for device in (torch.device("cuda"), CPU))
     weights, prototypes = values.TOLERANCES[case.dtype]
@@ -55,7 +51,7 @@ def test_a_gpu_computes_what_the_cpu_computes(name: str, method: str) -> None:
 @pytest.mark.usefixtures("repeatable")
 @pytest.mark.parametrize("bad", values.BAD)
 @pytest.mark.parametrize("name", values.FORECASTERS)
-def test_the_term_learns_nothing_from_a_batch_that_is_not_finite(name: str, bad: str) -> None:
+def test_the_term_learns_nothing_from_a_batch_that_is_not_finite(name, bad):
     method, mixed = values.FORECASTERS[name]
     left_out, found = (values.forecasts_after(how, method, mixed, torch.device("cuda")) for how in ("left out", bad))
     assert torch.equal(found, left_out)
@@ -63,7 +59,7 @@ def test_the_term_learns_nothing_from_a_batch_that_is_not_finite(name: str, bad:
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
 
-BASES: dict[str, Callable[[Any], Optimizer]] = {
+BASES = {
     "SGD": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9),
     "SGD, fused": lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, fused=True),
     "AdamW, fused": lambda parameters: AdamW(parameters, lr=1e-2, fused=True),
@@ -78,25 +74,25 @@ EACH_HALF = pytest.mark.parametrize("half", HALVES)
 class Net(nn.Module):
     """Dropout draws from the GPU's own generator."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.LazyLinear(48), nn.ReLU(), nn.Dropout(dropout), nn.Linear(48, 5))
         self.net(next(batches(1, dtype=torch.float32))[0])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x)
 
 
-def data(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+def data(steps=STEPS):
     return [(x.cuda(), y.cuda()) for x, y in batches(steps, 64, dtype=torch.float32)]
 
 
-def scaler_for(half: str) -> torch.amp.GradScaler:
+def scaler_for(half):
     return torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=6, enabled=half == "float16")
 
 
-def train(optimizer: Any, steps: Any, half: str = "float32", way: str = "line", call: Any = None) -> torch.Tensor:
+def train(optimizer, steps, half="float32", way="line", call=None):
     """Train as torch's guide to mixed precision has it, and return the weights."""
     scaler, dtype = scaler_for(half), HALVES[half]
     term = term_of(optimizer, way)
@@ -113,7 +109,7 @@ def train(optimizer: Any, steps: Any, half: str = "float32", way: str = "line", 
     return torch.cat([parameter.detach().flatten() for parameter in optimizer.model.parameters()])
 
 
-def wrapped(variant: str, base: str, dropout: float = 0.0, **options: Any) -> Any:
+def wrapped(variant, base, dropout=0.0, **options):
     model = Net(dropout).cuda()
     return wrap(variant, model, BASES[base](model.parameters()), **options)
 
@@ -122,10 +118,10 @@ def wrapped(variant: str, base: str, dropout: float = 0.0, **options: Any) -> An
 @EACH_HALF
 @EACH_BASE
 @EACH
-def test_a_weight_of_zero_is_the_base_optimizer_bit_for_bit(variant: str, base: str, half: str) -> None:
+def test_a_weight_of_zero_is_the_base_optimizer_bit_for_bit(variant, base, half):
     model = Net(0.3).cuda()
     plain = BASES[base](model.parameters())
-    plain.model = model  # type: ignore[attr-defined]
+    plain.model = model
     optimizer = wrapped(variant, base, 0.3, weight=0.0)
     found = []
     for each in (plain, optimizer):
@@ -137,7 +133,7 @@ def test_a_weight_of_zero_is_the_base_optimizer_bit_for_bit(variant: str, base: 
 @EACH_HALF
 @EACH_BASE
 @EACH
-def test_the_line_and_the_term_train_alike(variant: str, base: str, half: str) -> None:
+def test_the_line_and_the_term_train_alike(variant, base, half):
     rounding = torch.finfo(HALVES[half] or torch.float32).eps
     start = torch.cat([parameter.flatten() for parameter in Net(0.0).cuda().parameters()]).detach()
     line, term = (train(wrapped(variant, base), data(), half, way) for way in ("line", "term"))
@@ -150,7 +146,7 @@ def test_the_line_and_the_term_train_alike(variant: str, base: str, half: str) -
 @pytest.mark.usefixtures("repeatable")
 @EACH_BASE
 @EACH
-def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(variant: str, base: str) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(variant, base):
     torch.cuda.manual_seed(1)
     whole = wrapped(variant, base, 0.3)
     train(whole, data())
@@ -174,9 +170,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(variant: str, ba
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune-no-cudagraphs"])
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @EACH
-def test_a_compiled_model_trains_as_it_does_without(variant: str, way: str, mode: str) -> None:
+def test_a_compiled_model_trains_as_it_does_without(variant, way, mode):
     """Also in CUDA graphs, whose outputs the next replay overwrites."""
     torch._dynamo.reset()
     expected = wrapped(variant, "SGD")
@@ -187,7 +183,7 @@ def test_a_compiled_model_trains_as_it_does_without(variant: str, way: str, mode
 
 
 @EACH
-def test_a_state_that_was_saved_on_a_gpu_is_loaded_on_the_cpu_and_back(variant: str) -> None:
+def test_a_state_that_was_saved_on_a_gpu_is_loaded_on_the_cpu_and_back(variant):
     optimizer = wrapped(variant, "SGD")
     train(optimizer, data(6))
     model = copy.deepcopy(optimizer.model).cpu()

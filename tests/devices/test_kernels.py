@@ -3,13 +3,9 @@
 ``python -m tests.devices.test_kernels`` counts and prints. ``python -m benchmarks kernels`` has more losses and steps.
 """
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -33,7 +29,7 @@ METHODS = (
     "DCP, term",
 )
 # Further steps, of which only the waits are looked at; the defaults have the automatic weight.
-OTHERS: dict[str, Any] = {
+OTHERS = {
     "DCL, line, companion_fraction": partial(companion_learning, companion_fraction=0.5),
     "DCL, line, weight 0": partial(companion_learning, weight=0.0),
 }
@@ -52,7 +48,7 @@ BUDGETS = {
 # ---- in the process with the device ----------------------------------------------------------------------------------
 
 
-def count_steps() -> dict[str, list[int]]:
+def count_steps():
     """The kernels of the dearest step, and the synchronizations of all these and of the step that may read values."""
     builds = ROWS | OTHERS
     cases = [(loss, dtype, method) for loss, dtype in BUDGETS for method in METHODS]
@@ -70,7 +66,7 @@ def count_steps() -> dict[str, list[int]]:
     return found
 
 
-def waits_of_the_term(device: torch.device, num_classes: int, is_soft: bool) -> int:
+def waits_of_the_term(device, num_classes, is_soft):
     """The synchronizations of the third step with such labels."""
     model = nn.Linear(8, num_classes).to(device)
     optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -85,7 +81,7 @@ def waits_of_the_term(device: torch.device, num_classes: int, is_soft: bool) -> 
     return counts.synchronizations.total()
 
 
-def count_operations(device: torch.device) -> dict[str, list[int]]:
+def count_operations(device):
     """Kernels and synchronizations of operations that are known."""
     x, labels = torch.randn(4, 3, device=device), torch.tensor([0, 2, 1, 0]).to(device)
     operations = {
@@ -113,7 +109,7 @@ def count_operations(device: torch.device) -> dict[str, list[int]]:
     return found
 
 
-def mixed_operands(device: torch.device) -> list[str]:
+def mixed_operands(device):
     """What is said of operands in two places."""
     here, there = torch.ones(3, 3), torch.ones(3, 3, device=device)
     operations = (lambda: there + here, lambda: there @ here, lambda: there.copy_(here).add_(here))
@@ -121,7 +117,7 @@ def mixed_operands(device: torch.device) -> list[str]:
     return [*map(error_of, operations), str(number)]
 
 
-def error_of(operation: Callable[[], Any]) -> str:
+def error_of(operation):
     try:
         operation()
     except RuntimeError as error:
@@ -129,7 +125,7 @@ def error_of(operation: Callable[[], Any]) -> str:
     return ""
 
 
-def main() -> None:
+def main():
     device = fake_device.register()
     torch.set_num_threads(1)
     found = {
@@ -146,20 +142,20 @@ def main() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def found():
     return answers(__name__)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("loss", "dtype"), BUDGETS)
-def test_a_step_launches_no_more_kernels_than_its_budget(found: Any, loss: str, dtype: str, method: str) -> None:
+def test_a_step_launches_no_more_kernels_than_its_budget(found, loss, dtype, method):
     count = found["steps"][f"{loss}, {dtype}, {method}"][0]
     budget = BUDGETS[loss, dtype][METHODS.index(method)]
     assert count <= budget
     assert method != "plain" or count == budget
 
 
-def test_a_step_does_not_wait_for_the_device_unless_it_may_read_values(found: Any) -> None:
+def test_a_step_does_not_wait_for_the_device_unless_it_may_read_values(found):
     assert {case: waits for case, (_, waits, _) in found["steps"].items() if waits} == {}
     assert found["many classes"] == found["soft labels"] == 0
     most = {case: waits for case, (_, _, waits) in found["steps"].items() if waits > (13 if "4 micro" in case else 4)}
@@ -167,7 +163,7 @@ def test_a_step_does_not_wait_for_the_device_unless_it_may_read_values(found: An
     assert any(waits for _, _, waits in found["steps"].values())
 
 
-def test_operations_are_counted_as_cuda_runs_them(found: Any) -> None:
+def test_operations_are_counted_as_cuda_runs_them(found):
     assert found["operations"] == {
         "x + 1": [1, 0],
         "x.T and x[1:]": [0, 0],
@@ -187,7 +183,7 @@ def test_operations_are_counted_as_cuda_runs_them(found: Any) -> None:
     }
 
 
-def test_operands_in_two_places_are_refused(found: Any) -> None:
+def test_operands_in_two_places_are_refused(found):
     *refused, number = found["mixed"]
     assert len(refused) == 3
     assert all(re.search("same device.*mockgpu.*cpu", said) for said in refused)

@@ -1,23 +1,18 @@
 """What the wrapper costs beside the mathematics: Python per layer, waiting for a device, memory kept, garbage left."""
 
-from __future__ import annotations
-
 import gc
 import itertools
-from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCPOptimizer
 from tests.helpers import (
     CLASSES,
     FEATURES,
@@ -31,40 +26,36 @@ from tests.helpers import (
     one,
     sgd,
     two_processes,
+    wrap,
 )
 from tests.reference import train, train_by_closures
 
 
-def dcl(model: nn.Module, **options: Any) -> DCLOptimizer:
-    return DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
-
-
-def dcp(model: nn.Module, **options: Any) -> DCPOptimizer:
+def dcp(model, **options):
     return DCPOptimizer(sgd(model), model, **{"weight": 1.0, "alpha": 0.6, "num_classes": CLASSES} | options)
 
 
-def plain(optimizer: Any, x: Tensor, y: Tensor) -> None:
+def plain(optimizer, x, y):
     train(optimizer, [(x, y)], "line", F.cross_entropy)
 
 
-def closed(optimizer: Any, x: Tensor, y: Tensor) -> None:
+def closed(optimizer, x, y):
     train_by_closures(optimizer, [(x, y)], F.cross_entropy, "line")
 
 
-def accumulated(optimizer: Any, x: Tensor, y: Tensor) -> None:
+def accumulated(optimizer, x, y):
     optimizer.zero_grad()
     for part, labels in zip(x.chunk(2), y.chunk(2), strict=True):
         (F.cross_entropy(optimizer.model(part), labels) / 2).backward()
     optimizer.step()
 
 
-def by_term(optimizer: Any, x: Tensor, y: Tensor) -> None:
+def by_term(optimizer, x, y):
     train(optimizer, [(x, y)], "term", F.cross_entropy)
 
 
 LOOPS = {"plain": plain, "closure": closed, "accumulation": accumulated, "term": by_term}
-WRAPPERS = {"DCL": dcl, "DCP": dcp}
-Step = Callable[[Any, Tensor, Tensor], None]
+WRAPPERS = {"DCL": wrap, "DCP": dcp}
 
 
 # ---- Python per layer ------------------------------------------------------------------------------------------------
@@ -73,49 +64,49 @@ Step = Callable[[Any, Tensor, Tensor], None]
 class Deep(nn.Module):
     """Many layers before the head."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.ModuleList([nn.Linear(FEATURES, FEATURES) for _ in range(layers)])
         self.head = nn.Linear(FEATURES, CLASSES)
         self.double()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self.body:
             x = torch.tanh(layer(x))
         return self.head(x)
 
 
-def frozen(layers: int) -> Deep:
+def frozen(layers):
     model = Deep(layers)
     model.body.requires_grad_(False)
     return model
 
 
-def head_only(layers: int) -> DCLOptimizer:
+def head_only(layers):
     model = frozen(layers)
-    return DCLOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+    return wrap(model, sgd(model.head))
 
 
-def in_groups(layers: int) -> DCLOptimizer:
+def in_groups(layers):
     model = Deep(layers)
     groups = [{"params": model.body.parameters()}, {"params": model.head.parameters(), "lr": 0.01}]
-    return DCLOptimizer(torch.optim.SGD(groups, lr=0.1), model, weight=1.0, companion_fraction=1)
+    return wrap(model, torch.optim.SGD(groups, lr=0.1))
 
 
-SCENARIOS: dict[str, tuple[Callable[[int], Any], Step]] = {
-    "DCL": (lambda layers: dcl(Deep(layers)), plain),
+SCENARIOS = {
+    "DCL": (lambda layers: wrap(Deep(layers)), plain),
     "DCL, two groups": (in_groups, plain),
-    "DCL, half the rows": (lambda layers: dcl(Deep(layers), companion_fraction=0.5), plain),
+    "DCL, half the rows": (lambda layers: wrap(Deep(layers), companion_fraction=0.5), plain),
     "DCL, frozen layers shared": (head_only, plain),
-    "DCL, float16": (lambda layers: dcl(Deep(layers).half()), plain),
+    "DCL, float16": (lambda layers: wrap(Deep(layers).half()), plain),
     "DCP, term": (lambda layers: dcp(Deep(layers)), by_term),
 }
 LINES = 4  # of Python for a parameter, in a step; torch's own zero_grad has more
 MOST_LINES = {"DCL, float16": 7}  # the companion's gradients are moved to those of its float32 weights
 
 
-def work_of_a_step(optimizer: Any, step: Step) -> Counter[str]:
+def work_of_a_step(optimizer, step):
     dtype = next(optimizer.model.parameters()).dtype
     *first, last = batches(5, dtype=dtype)  # steps 1, 2 and 4 read values
     for batch in first:
@@ -125,7 +116,7 @@ def work_of_a_step(optimizer: Any, step: Step) -> Counter[str]:
     return work.places
 
 
-def assert_nearly_flat(make: Callable[[int], Any], step: Step, lines: int = LINES) -> None:
+def assert_nearly_flat(make, step, lines=LINES):
     few, many = (work_of_a_step(make(layers), step) for layers in (2, 20))
     assert few.total() > 30
     growing = {place: (few[place], many[place]) for place in sorted(few | many) if few[place] != many[place]}
@@ -139,21 +130,21 @@ def test_a_step_does_little_python_for_more_layers(scenario):
 
 def test_a_step_of_several_processes_does_little_python_for_more_layers():
     with two_processes():
-        assert_nearly_flat(lambda layers: dcl(Deep(layers), process_group=dist.group.WORLD), plain)
+        assert_nearly_flat(lambda layers: wrap(Deep(layers), process_group=dist.group.WORLD), plain)
 
 
 def test_the_count_sees_a_loop_over_parameters():
-    def work(layers: int) -> int:
+    def work(layers):
         model = Deep(layers)
 
-        def logits(output: Tensor) -> Tensor:
+        def logits(output):
             shapes = []
             for parameter in model.parameters():
                 shape = parameter.shape
                 shapes.append(shape)
             return output
 
-        return work_of_a_step(dcl(model, logits=logits), plain).total()
+        return work_of_a_step(wrap(model, logits=logits), plain).total()
 
     assert work(20) - work(2) > LINES * 2 * 18
 
@@ -162,7 +153,7 @@ def test_the_count_sees_a_loop_over_parameters():
 
 
 class Small(nn.Sequential):
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, dtype=torch.float32):
         super().__init__(nn.Linear(FEATURES, 12, dtype=dtype), nn.BatchNorm1d(12, dtype=dtype), nn.ReLU())
         self.append(nn.Linear(12, CLASSES, dtype=dtype))
 
@@ -197,7 +188,7 @@ def test_a_thousand_steps_keep_no_more_memory_than_ten(wrapper, older_objects):
     both, data = (WRAPPERS[wrapper](mlp()), WRAPPERS[wrapper](mlp())), list(batches(4))
     schedule = itertools.cycle(itertools.product(LOOPS, data))
 
-    def memory_after(steps: int) -> tuple[tuple[int, int], int, int]:
+    def memory_after(steps):
         for loop, batch in itertools.islice(schedule, steps):
             LOOPS[loop](both[loop == "term"], *batch)
         gc.collect()
@@ -223,7 +214,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(wrapper, loop):
     assert kept[2:] == kept[2:3] * 6
 
 
-def detaching() -> saved_tensors_hooks:
+def detaching():
     return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
@@ -258,7 +249,7 @@ def test_a_batch_takes_its_memory_along_with_the_scripts_variables(wrapper, hook
 
 def test_the_companions_activations_end_with_the_step_though_the_output_is_kept():
     model, (x, y) = Small(torch.float64), one()
-    optimizer, activations = dcl(model), []
+    optimizer, activations = wrap(model), []
     optimizer.companion[0].register_forward_hook(
         lambda module, inputs, output: activations.append(StorageWeakRef(output.untyped_storage()))
     )
@@ -274,7 +265,7 @@ def test_the_companions_activations_end_with_the_step_though_the_output_is_kept(
 def test_a_cycle_that_holds_a_tensor_is_seen():
     with no_collector(), Storages() as storages:
         before = storages.live()
-        cycle: list[Any] = [torch.zeros(3) + 1]
+        cycle = [torch.zeros(3) + 1]
         cycle.append(cycle)
         del cycle
         assert storages.live() > before

@@ -22,21 +22,21 @@ from tests.devices.on_device import answers, needs_device
 
 pytestmark = needs_device
 STEPS, ROWS, FEATURES = 12, 64, 32
-WRAPPERS: dict[str, Any] = {"DCL": partial(DCLOptimizer, companion_fraction=1), "DCP": DCPOptimizer}
+WRAPPERS = {"DCL": partial(DCLOptimizer, companion_fraction=1), "DCP": DCPOptimizer}
 # How far weights and prototypes may be apart, relative to the largest; foreach rounds otherwise than the CPU's loop.
 TOLERANCES = {torch.float32: (3e-5, 1e-4), torch.bfloat16: (3e-2, 5e-2)}
 MOVED = 10  # times the tolerance, which the penalty has to move the weights by for a comparison to say something
 
 
-def quarter(z: Tensor, y: Tensor) -> Tensor:
+def quarter(z, y):
     return F.cross_entropy(z, y) / 4
 
 
-def smoothed(z: Tensor, y: Tensor) -> Tensor:
+def smoothed(z, y):
     return F.cross_entropy(z, y, label_smoothing=0.1)
 
 
-def weighted(z: Tensor, y: Tensor) -> Tensor:
+def weighted(z, y):
     return F.cross_entropy(z, y, torch.linspace(0.5, 2.0, z.shape[1]).to(z))
 
 
@@ -74,14 +74,14 @@ BAD = ("a logit", "the loss")  # what is infinite
 FORECASTERS = {"DCL": ("DCL", False), "DCP": ("DCP", False), "DCP, mixup": ("DCP", True)}
 
 
-def network(case: Case) -> nn.Module:
+def network(case):
     torch.manual_seed(0)
     if case.images:
         return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, case.classes, 1))
     return nn.Sequential(nn.Linear(FEATURES, 48), nn.ReLU(), nn.Linear(48, case.classes))
 
 
-def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
+def batches(case):
     generator, found = torch.Generator().manual_seed(3), []
     for _ in range(4):
         inputs, labels = ((8, 3, 8, 8), (8, 8, 8)) if case.images else ((ROWS, FEATURES), (ROWS,))
@@ -95,7 +95,7 @@ def batches(case: Case) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def trained(case: Case, method: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def trained(case, method, device):
     """The weights and the prototypes after training; plain training and DCL have no prototypes."""
     model = network(case).to(device, case.dtype)
     base = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
@@ -114,11 +114,11 @@ def trained(case: Case, method: str, device: torch.device) -> tuple[Tensor, Tens
     return weights, optimizer.prototypes.cpu().double() if method == "DCP" else torch.ones(1)
 
 
-def apart(a: Tensor, b: Tensor) -> float:
+def apart(a, b):
     return float((a - b).abs().max() / b.abs().max())
 
 
-def forecasts_after(bad: str, method: str, mixed: bool, device: torch.device) -> Tensor:
+def forecasts_after(bad, method, mixed, device):
     """The companion or the prototypes after 12 steps by the term, the 11th with a batch that is bad.
 
     Or left out, which for prototypes is one without labels: they age.
@@ -149,7 +149,7 @@ def forecasts_after(bad: str, method: str, mixed: bool, device: torch.device) ->
     return torch.cat([tensor.detach().cpu().flatten() for tensor in found])
 
 
-def main() -> None:
+def main():
     device, found = fake_device.register(), {}
     torch.set_num_threads(1)
     for name, case in CASES.items():
@@ -165,13 +165,13 @@ def main() -> None:
 
 
 @pytest.fixture(scope="module")
-def found() -> Any:
+def found():
     return answers(__name__)
 
 
 @pytest.mark.parametrize("method", WRAPPERS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_device_computes_what_the_cpu_computes(found: Any, name: str, method: str) -> None:
+def test_a_device_computes_what_the_cpu_computes(found, name, method):
     case = found[f"{method}, {name}"]
     weights, prototypes = TOLERANCES[CASES[name].dtype]
     assert case["weights"] < weights
@@ -181,9 +181,7 @@ def test_a_device_computes_what_the_cpu_computes(found: Any, name: str, method: 
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("name", FORECASTERS)
-def test_the_term_learns_nothing_from_a_batch_that_is_not_finite_where_no_value_is_read(
-    found: Any, name: str, bad: str
-) -> None:
+def test_the_term_learns_nothing_from_a_batch_that_is_not_finite_where_no_value_is_read(found, name, bad):
     assert found[f"{name}, {bad}"] == 0.0
 
 

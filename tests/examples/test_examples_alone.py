@@ -1,7 +1,5 @@
 """Each example is one short file that can be copied: it imports nothing of the repository but dcl_optim."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -15,7 +13,7 @@ EXAMPLES = sorted({path.stem for path in FOLDER.glob("[!_]*.py")} - {"paper"})
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_it_is_one_short_file_that_imports_nothing_else_of_the_repository(name: str) -> None:
+def test_it_is_one_short_file_that_imports_nothing_else_of_the_repository(name):
     source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     assert source.count("\n") <= 150
     nodes = list(ast.walk(ast.parse(source)))
@@ -25,7 +23,7 @@ def test_it_is_one_short_file_that_imports_nothing_else_of_the_repository(name: 
 
 
 @pytest.mark.parametrize("name", ["distributed", "image_classification", "mixed_precision"])
-def test_a_copy_runs_from_any_folder(name: str, tmp_path: Path) -> None:
+def test_a_copy_runs_from_any_folder(name, tmp_path):
     copy = tmp_path / "mine.py"
     copy.write_text((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
     assert execute(copy, "--help", folder=tmp_path).startswith("usage: mine.py")

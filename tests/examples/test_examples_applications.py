@@ -1,7 +1,5 @@
 """The applications, small: they run alone, learn more than chance, and the penalty is part of the training."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -18,7 +16,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_it_learns_and_the_penalty_changes_what(name: str) -> None:
+def test_it_learns_and_the_penalty_changes_what(name):
     train, classes = TRAININGS[name]
     plain, penalized = train(0, seed=0), train(3.0, seed=0)
     assert plain == train(0, seed=0)
@@ -28,7 +26,7 @@ def test_it_learns_and_the_penalty_changes_what(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:the companion's logits are masked")
 @pytest.mark.parametrize("head", class_incremental.HEADS)
-def test_class_incremental_training_learns_all_tasks_and_all_masks_are_alike(head: str) -> None:
+def test_class_incremental_training_learns_all_tasks_and_all_masks_are_alike(head):
     accuracies = [class_incremental.train(head, method, seed=0, epochs=3) for method in class_incremental.METHODS]
     assert min(accuracies) > 60  # the last two of five tasks alone are 40
     if head != "grows":

@@ -1,9 +1,6 @@
 """The example of image classification: it learns, and its checkpoints continue a run to the last bit."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +15,6 @@ from tests.helpers import assert_same, cells
 from tests.project.test_own_script import execute
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As in the processes that `execute` starts: sums split over another number of threads round otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("method", cells(["plain", "dcl", "dcp"], "dcl"))
 def test_it_learns_digits(tmp_path, capsys, method):
     path = tmp_path / "folder" / "run.pt"
@@ -38,7 +26,7 @@ def test_it_learns_digits(tmp_path, capsys, method):
     assert [file.name for file in path.parent.iterdir()] == ["run.pt"], "no temporary file stays behind"
 
 
-def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one(tmp_path, one_thread):
+def test_a_run_resumed_in_a_new_process_is_the_uninterrupted_one(tmp_path):
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
     common = ["--method=dcl", "--epochs=3", "--device=cpu"]
     script.main([*common, "--checkpoint", str(whole)])

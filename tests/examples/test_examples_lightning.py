@@ -1,11 +1,7 @@
 """The Lightning example: its method is the hand-written loop's, and its checkpoints continue a run to the last bit."""
 
-from __future__ import annotations
-
 import runpy
 import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ pytestmark = QUIET
 
 
 @pytest.fixture
-def example(monkeypatch) -> ModuleType:
+def example(monkeypatch):
     """The example as a module, with a part of its data."""
     train, test = lightning_module.digits()
     part = TensorDataset(*train[:320])
@@ -27,7 +23,7 @@ def example(monkeypatch) -> ModuleType:
     return lightning_module
 
 
-def run(example: ModuleType, folder: Path, *arguments: str) -> dict:
+def run(example, folder, *arguments):
     accuracy = example.main(["--folder", str(folder), *arguments])
     assert 0.0 <= accuracy <= 1.0
     return torch.load(folder / "last.ckpt", weights_only=True)

@@ -1,7 +1,5 @@
 """The packages of examples as commands: a list, and one line where a launcher is missing."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -9,13 +7,13 @@ import sys
 from tests.helpers import PATIENCE
 
 
-def execute(*command: str) -> subprocess.CompletedProcess[str]:
+def execute(*command):
     return subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, check=False, timeout=PATIENCE
     )
 
 
-def test_the_package_lists_its_commands() -> None:
+def test_the_package_lists_its_commands():
     done = execute("examples")
     assert done.returncode == 0, done.stderr
     found = dict(re.findall(r"^python -m examples\.(\w+) +(\S.*)$", done.stdout, re.MULTILINE))
@@ -23,7 +21,7 @@ def test_the_package_lists_its_commands() -> None:
     assert "__main__" not in found
 
 
-def test_without_torchrun_the_command_is_said() -> None:
+def test_without_torchrun_the_command_is_said():
     done = execute("examples.distributed")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1

@@ -1,7 +1,5 @@
 """The mixed precision example against itself in float32 on whole batches; the distributed one under torchrun."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil
@@ -19,7 +17,7 @@ from tests.helpers import assert_same, on_two_ranks
 ROOT = Path(__file__).parents[2]
 
 
-def execute(*command: object) -> str:
+def execute(*command):
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     arguments = [sys.executable, *map(str, command)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=one_thread, timeout=200)
@@ -55,11 +53,11 @@ def test_distributed_as_a_script(tmp_path):
     assert torch.load(tmp_path / "state.pt", weights_only=True)["epoch"] == 1
 
 
-def train_on_a_rank(rank: int, folder: Path, *resume: str) -> None:
+def train_on_a_rank(rank, folder, *resume):
     """Keep beside the checkpoint: what the ranks end with, what they print, the checkpoint after the first epoch."""
     save = distributed.Run.save
 
-    def save_and_keep(run: distributed.Run) -> None:
+    def save_and_keep(run):
         save(run)
         if run.epoch == 1:
             shutil.copy(run.options.checkpoint, f"{run.options.checkpoint}.first")
@@ -74,7 +72,7 @@ def train_on_a_rank(rank: int, folder: Path, *resume: str) -> None:
         torch.save(state, f"{path}.{run.sampler.rank}")
 
 
-def printed_in(folder: Path) -> str:
+def printed_in(folder):
     return "".join(path.read_text() for path in folder.glob("printed.*"))
 
 

@@ -3,8 +3,6 @@
 ``python -m tests.examples.test_examples_notebook`` executes it again and writes them.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from base64 import b64decode
@@ -13,7 +11,6 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from nbformat import NotebookNode
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
@@ -21,32 +18,32 @@ KERNEL = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "module
 FIGURE = re.compile(r"[+-]?\d+\.\d+")
 
 
-def read() -> NotebookNode:
+def read():
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-def execute(notebook: NotebookNode) -> NotebookNode:
+def execute(notebook):
     """Run the cells in a process of their own; an error in one is an error here."""
     notebook = NotebookClient(notebook, record_timing=False, timeout=300).execute()
     del notebook.metadata["language_info"]  # the Python that happened to run it
     return notebook
 
 
-def shown(notebook: NotebookNode) -> dict[str, list[NotebookNode]]:
+def shown(notebook):
     """What each cell of code shows."""
     return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 
 
-def printed(outputs: list[NotebookNode]) -> str:
+def printed(outputs):
     return "".join(output.get("text", "") for output in outputs)
 
 
-def images(outputs: list[NotebookNode]) -> list[bytes]:
+def images(outputs):
     return [b64decode(output.data["image/png"]) for output in outputs if "image/png" in output.get("data", {})]
 
 
 @pytest.fixture(scope="module")
-def executed(tmp_path_factory) -> NotebookNode:
+def executed(tmp_path_factory):
     """The notebook, run elsewhere and with errors in place of warnings."""
     notebook, folder = read(), tmp_path_factory.mktemp("notebook")
     strict = nbformat.v4.new_code_cell("import warnings; warnings.simplefilter('error')")

@@ -1,7 +1,5 @@
 """The example with Trainer and LoRA, small."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, ByT5Tokenizer

@@ -1,33 +1,30 @@
 """Scores of the rows of a batch against each other (CLIP), which have no classes, are refused."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCPOptimizer
 from dcl_optim.pytorch import synchronization
-from tests.helpers import train
+from tests.helpers import fit, sgd
 
 CLASSES, FEATURES = 12, 5
 
 
-def network() -> nn.Module:
+def network():
     torch.manual_seed(0)
     return nn.Linear(FEATURES, CLASSES).double()
 
 
-def wrap(model: nn.Module, **options: Any) -> DCPOptimizer:
-    return DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+def wrap(model, **options):
+    return DCPOptimizer(sgd(model), model, **options)
 
 
-def batches(steps: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
+def batches(steps, size=8):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(steps, size, FEATURES, generator=generator, dtype=torch.float64)
     return list(zip(x, torch.randint(CLASSES, (steps, size), generator=generator), strict=True))
@@ -36,20 +33,20 @@ def batches(steps: int, size: int = 8) -> list[tuple[Tensor, Tensor]]:
 class Retrieval(nn.Module):
     """As CLIP: row i of the scores is x's row i against each row of w."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.scale = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4), scale
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         w = x + 0.1 * x.roll(1, 1)
         return self.scale * F.normalize(self.first(x), dim=1) @ F.normalize(self.second(w), dim=1).T
 
 
-def in_batch(scale: float = 1.0, **options: Any) -> tuple[DCPOptimizer, Tensor, Tensor]:
+def in_batch(scale=1.0, **options):
     model = Retrieval(scale)
     x = torch.randn(32, FEATURES, generator=torch.Generator().manual_seed(0))
-    return DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, **options), model(x), torch.arange(32)
+    return DCPOptimizer(sgd(model), model, **options), model(x), torch.arange(32)
 
 
 IN_BATCH = r"(?s)labels of this batch are its rows' places.*in-batch negatives.*DCLOptimizer.*pass num_classes=32"
@@ -75,7 +72,7 @@ def test_negatives_in_the_batch_are_refused_as_soon_as_they_are_given(labels):
 def test_where_values_are_rarely_read_they_are_refused_in_the_next_step_that_reads(monkeypatch):
     monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step == 4)
     model = network()
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    optimizer = DCPOptimizer(sgd(model), model)
     for step, (x, _) in enumerate(batches(4, CLASSES), 1):
         optimizer.zero_grad()
         z = model(x)
@@ -107,12 +104,13 @@ def test_where_values_are_rarely_read_they_are_refused_in_the_next_step_that_rea
         "a resumed run",
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
 @pytest.mark.parametrize("by_term", [False, True])
 def test_other_first_batches_are_not_and_no_later_one_is(first, options, by_term):
     """What came before a resumed run is not known: a single batch would decide."""
     model = network()
     before = wrap(model)
-    train(model, before, batches(5))
+    fit(before, batches(5))
     optimizer = wrap(model, **options)
     (x, y), _ = batches(2, CLASSES + 1)
     if first is None:
@@ -129,8 +127,8 @@ def test_other_first_batches_are_not_and_no_later_one_is(first, options, by_term
 def test_fewer_than_eight_rows_are_never_taken_for_scores():
     """They lie in the order of their labels by chance."""
     model = nn.Linear(FEATURES, 7)
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    train(model, optimizer, [(torch.randn(7, FEATURES), torch.arange(7))])
+    optimizer = DCPOptimizer(sgd(model), model)
+    fit(optimizer, [(torch.randn(7, FEATURES), torch.arange(7))])
     assert optimizer.logs()["step"] == 1
 
 
@@ -138,7 +136,7 @@ def test_a_state_from_before_the_first_batch_looks_at_the_first_one():
     model = network()
     again = wrap(model)
     before = copy.deepcopy(again.state_dict())
-    train(model, again, batches(3))
+    fit(again, batches(3))
     again.load_state_dict(before)
     z = model(torch.randn(CLASSES, FEATURES).double())
     with pytest.raises(ValueError, match="in-batch negatives"):

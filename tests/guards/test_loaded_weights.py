@@ -1,25 +1,23 @@
 """Weights that are loaded in the middle of a run, whose prototypes are those of other weights."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch.nn.functional as F
 
 from tests.helpers import batches, mlp
-from tests.reference import wrap
+from tests.reference import EACH_WAY, wrap
 
 LOADED = r"weights were loaded into the model since(?s:.*)DCPOptimizer\(optimizer\.base, model\)"
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-def test_weights_loaded_in_mid_run_are_warned_of_once(way: str) -> None:
+@EACH_WAY
+def test_weights_loaded_in_mid_run_are_warned_of_once(way):
     model = mlp()
     optimizer = wrap("dcp", model)
     first = copy.deepcopy(model.state_dict())
 
-    def fold() -> None:
+    def fold():
         for x, y in batches(3):
             optimizer.zero_grad()
             z = model(x)

@@ -1,26 +1,22 @@
 """Wrappers that nobody holds, and steps of a model that nobody calls."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import backward, batches, mlp, one, sgd, train
+from tests.helpers import backward, batches, fit, mlp, one, sgd, train
 from tests.reference import EACH, term_of, wrap
 
 
-@pytest.mark.parametrize("wrapper", [DCLOptimizer, DCPOptimizer])
-def test_a_wrapper_that_is_not_kept_is_said_once(wrapper: Any) -> None:
+@EACH
+def test_a_wrapper_that_is_not_kept_is_said_once(variant):
     """A pass in evaluation mode before the training, or without gradients, says nothing."""
     model = mlp()
     base = sgd(model)
-    wrapper(base, model)
+    wrap(variant, model, base)
     model.eval()(one()[0])
     model.train()
     with warnings.catch_warnings(record=True) as caught:
@@ -33,11 +29,11 @@ def test_a_wrapper_that_is_not_kept_is_said_once(wrapper: Any) -> None:
 
 @EACH
 @pytest.mark.parametrize("after", ["a step", "detach", "another wrapper", "a copy"])
-def test_a_model_that_goes_on_without_its_wrapper_is_right(variant: str, after: str) -> None:
+def test_a_model_that_goes_on_without_its_wrapper_is_right(variant, after):
     model = mlp()
     optimizer = wrap(variant, model)
     if after == "a step":
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
     elif after == "detach":
         optimizer.detach()
     elif after == "a copy":
@@ -51,7 +47,7 @@ def test_a_model_that_goes_on_without_its_wrapper_is_right(variant: str, after: 
 
 @EACH
 @pytest.mark.parametrize("trained", ["built again", "a copy"])
-def test_a_second_step_without_gradients_and_forward_pass_is_said(variant: str, trained: str) -> None:
+def test_a_second_step_without_gradients_and_forward_pass_is_said(variant, trained):
     model = mlp()
     optimizer = wrap(variant, model)
     other = mlp() if trained == "built again" else copy.deepcopy(model)
@@ -63,7 +59,7 @@ def test_a_second_step_without_gradients_and_forward_pass_is_said(variant: str, 
 
 
 @EACH
-def test_two_steps_after_one_backward_pass_are_an_error_also_with_the_term(variant: str) -> None:
+def test_two_steps_after_one_backward_pass_are_an_error_also_with_the_term(variant):
     optimizer = wrap(variant, mlp())
     x, y = one()
     z = optimizer.model(x)

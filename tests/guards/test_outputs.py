@@ -1,33 +1,18 @@
 """Outputs without logits that can be found: DCL says so in the forward pass, DCP by the line at the step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, mlp, one, sgd
-from tests.reference import wrap
-
-
-class Returning(nn.Module):
-    """Returns what a function makes of the logits."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__()
-        self.body, self.make = mlp(), make
-
-    def forward(self, x: Tensor) -> Any:
-        return self.make(self.body(x))
+from tests.helpers import CLASSES, FEATURES, Returning, assert_same, mlp, one
+from tests.reference import EACH, wrap
 
 
 @pytest.mark.parametrize("chosen", [False, True])
-def test_dcl_says_so_in_the_forward_pass_and_goes_on_in_evaluation_mode(chosen: bool) -> None:
+def test_dcl_says_so_in_the_forward_pass_and_goes_on_in_evaluation_mode(chosen):
     """Of the model's output, and of what ``logits=`` returns."""
     model = Returning((lambda z: z) if chosen else Tensor.mean)
     wrapped = wrap("dcl", model, **{"logits": Tensor.mean} if chosen else {})
@@ -37,15 +22,15 @@ def test_dcl_says_so_in_the_forward_pass_and_goes_on_in_evaluation_mode(chosen: 
     wrapped.detach()
 
 
-def test_logits_that_the_companion_replaces_are_an_error_before_the_loss() -> None:
+def test_logits_that_the_companion_replaces_are_an_error_before_the_loss():
     """Which would be the companion's, and the model not trained: of an object only the outer one is copied."""
 
     class Inner(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.net = mlp()
 
-        def forward(self, batch: Any) -> Any:
+        def forward(self, batch):
             batch.inner.scores = self.net(batch.inner.x)
             return batch
 
@@ -56,7 +41,7 @@ def test_logits_that_the_companion_replaces_are_an_error_before_the_loss() -> No
     optimizer.detach()
 
 
-def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_names_its_keys() -> None:
+def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_names_its_keys():
     (x, y), model = one(), Returning(lambda z: {"scores": z})
     optimizer = wrap("dcp", model)
     F.cross_entropy(model(x)["scores"], y).backward()
@@ -67,14 +52,14 @@ def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_
     assert_same([*model.parameters()], before)
 
 
-@pytest.mark.parametrize("kind", [DCPOptimizer, DCLOptimizer])
-def test_nested_logits_are_refused_with_what_to_return_instead(kind):
+@EACH
+def test_nested_logits_are_refused_with_what_to_return_instead(variant):
     model = mlp(dtype=torch.float32)
-    optimizer, x = kind(sgd(model), model), torch.randn(8, FEATURES)
+    optimizer, x = wrap(variant, model), torch.randn(8, FEATURES)
     y = torch.arange(8) % CLASSES
     nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
 
-    def step() -> None:
+    def step():
         F.cross_entropy(model(nested).values(), y).backward()
         optimizer.step()
 

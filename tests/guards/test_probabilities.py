@@ -1,47 +1,38 @@
 """Probabilities in place of logits: what the model returns, and what the term gets."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import batches, mlp, sgd, train
-from tests.reference import wrap
-
-WRAPPERS = [DCLOptimizer, DCPOptimizer]
+from tests.helpers import batches, fit, mlp, train
+from tests.reference import EACH, wrap
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_softmax_layer_before_cross_entropy_is_said_once(wrapper: Any) -> None:
+@EACH
+def test_a_softmax_layer_before_cross_entropy_is_said_once(variant):
     model = mlp().append(nn.Softmax(1))
-    optimizer = wrapper(sgd(model), model)
+    optimizer = wrap(variant, model)
     with pytest.warns(UserWarning, match=r"probabilities.*softmax.*\n  Fix: .*See docs/troubleshooting\.md") as caught:
-        train(model, optimizer, batches(3))
+        fit(optimizer, batches(3))
     assert len(caught) == 1
 
 
 @pytest.mark.parametrize("last", [nn.LogSoftmax(1), nn.Sigmoid(), nn.ReLU()])
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_other_layers_before_it_are_not(wrapper: Any, last: nn.Module) -> None:
+@EACH
+def test_other_layers_before_it_are_not(variant, last):
     model = mlp().append(last)
-    train(model, wrapper(sgd(model), model), batches(3))
+    train(model, wrap(variant, model), batches(3))
 
 
-def test_probabilities_in_the_term_of_dcl_are_said_once() -> None:
+def test_probabilities_in_the_term_of_dcl_are_said_once():
     """DCL takes any output, so they are no error."""
-    model = mlp().append(nn.Softmax(1))
-    optimizer = wrap("dcl", model)
+    optimizer = wrap("dcl", mlp().append(nn.Softmax(1)))
     with pytest.warns(UserWarning, match=r"logits has rows that are probabilities.*hardly any effect") as caught:
-        train(model, optimizer, batches(3), lambda z, y: z.square().mean() + optimizer.penalty(z))
+        fit(optimizer, batches(3), lambda z, y: z.square().mean() + optimizer.penalty(z))
     assert len(caught) == 1
 
 
-LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+LOGITS = {
     "softmax": (lambda z: z.softmax(1), True),
     "softmax in bfloat16": (lambda z: z.bfloat16().softmax(1), True),
     "softmax that underflows": (lambda z: (1e4 * z).softmax(1), True),
@@ -56,7 +47,7 @@ LOGITS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 
 @pytest.mark.parametrize("dense_too", [False, True])
 @pytest.mark.parametrize("what", LOGITS)
-def test_probabilities_in_place_of_logits_are_refused_each_time(what: str, dense_too: bool) -> None:
+def test_probabilities_in_place_of_logits_are_refused_each_time(what, dense_too):
     logits_of, refuses = LOGITS[what]
     optimizer, (x, y) = wrap("dcp", mlp()), next(batches(1))
     for _ in range(2):
@@ -72,7 +63,7 @@ def test_probabilities_in_place_of_logits_are_refused_each_time(what: str, dense
 
 
 @pytest.mark.parametrize("ends_as_logits", [False, True])
-def test_few_rows_may_sum_to_one_by_chance_until_eight_were_seen(ends_as_logits: bool) -> None:
+def test_few_rows_may_sum_to_one_by_chance_until_eight_were_seen(ends_as_logits):
     optimizer, (x, y) = wrap("dcp", mlp()), next(batches(1))
     for rows in torch.arange(len(x)).split(3)[:2]:
         optimizer.penalty(optimizer.model(x[rows]).softmax(1), y[rows])

@@ -1,11 +1,7 @@
 """The warning of a penalty that is large beside the loss of a guess."""
 
-from __future__ import annotations
-
 import math
-import warnings
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,19 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import AutoWeight, DCPOptimizer
-from tests.helpers import Logits
+from tests.helpers import Logits, all_warnings, sgd
 
 
-def swing(number: int, **options: Any) -> tuple[DCPOptimizer, list[int]]:
+def swing(number, **options):
     """One class whose logits are (1, -1), then (-1, 1), and so on; and the steps in which the warning came."""
     model = Logits()
-    optimizer = DCPOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, **options)
+    optimizer = DCPOptimizer(sgd(model, lr=0.0), model, **options)
     said = []
     for step in range(1, number + 1):
         z = model((-1.0) ** step * torch.tensor([[1.0, -1.0]]))
         optimizer.zero_grad()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as caught:
             (F.cross_entropy(z, torch.zeros(1, dtype=torch.long)) + optimizer.penalty(z, torch.tensor([0]))).backward()
             optimizer.step()
         said += [step for one in caught if "large beside" in str(one.message)]
@@ -33,14 +28,14 @@ def swing(number: int, **options: Any) -> tuple[DCPOptimizer, list[int]]:
 
 
 @pytest.mark.parametrize("step", [100, 128, 200])
-def test_a_penalty_above_half_of_log_k_is_said(step: int) -> None:
+def test_a_penalty_above_half_of_log_k_is_said(step):
     penalty = swing(step, weight=1e-3)[0].logs()["penalty"]
     least = math.log(2) / 2 / penalty
     assert swing(step, weight=lambda now: 1.001 * least * (now == step))[1] == [step]
     assert swing(step, weight=lambda now: 0.999 * least * (now == step))[1] == []
 
 
-def test_it_is_said_once_and_in_a_step_from_100_on_that_may_read_values() -> None:
+def test_it_is_said_once_and_in_a_step_from_100_on_that_may_read_values():
     assert swing(200, weight=100.0)[1] == [100]
     assert swing(130, weight=lambda step: 100.0 * (step != 100))[1] == [128]
 
@@ -66,22 +61,21 @@ def test_an_error_in_place_of_the_warning_names_the_figures_and_leaves_a_whole_s
     assert optimizer.logs()["step"] == 100
 
 
-def train_on_few_rows(optimizer_of: Any, lr: float, seed: int = 0) -> tuple[float, list[int]]:
+def train_on_few_rows(optimizer_of, lr, seed=0):
     """Five rows of each of three classes, three a step: the largest loss of the last epoch, and where it was warned."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.arange(3).repeat_interleave(5)
     x = torch.randn(3, 13, generator=generator)[y] + torch.randn(15, 13, generator=generator)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
-    optimizer = optimizer_of(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), model)
+    optimizer = optimizer_of(sgd(model, lr=lr), model)
     losses, said = [], []
     for step in range(1, 401):
         rows = torch.randperm(15, generator=generator)[:3]
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x[rows]), y[rows])
         loss.backward()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as caught:
             optimizer.step()
         losses.append(loss.item())
         said += [step for one in caught if "large beside" in str(one.message)]

@@ -1,27 +1,23 @@
 """A loss that the line cannot read is an error with what was seen and the fix: the term."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCPOptimizer
 from tests.helpers import mlp, one, sgd
 
 
-def binary(z: Tensor, y: Tensor) -> Tensor:
+def binary(z, y):
     return F.binary_cross_entropy_with_logits(z, F.one_hot(y, z.shape[1]).to(z))
 
 
-def mixed(z: Tensor, y: Tensor) -> Tensor:
+def mixed(z, y):
     return 0.6 * F.cross_entropy(z, y) + 0.4 * F.cross_entropy(z, y.flip(0))
 
 
-def with_weights(z: Tensor, y: Tensor) -> Tensor:
+def with_weights(z, y):
     return F.cross_entropy(z, y, torch.linspace(0.5, 2.0, z.shape[1]).to(z), label_smoothing=0.1)
 
 
@@ -29,7 +25,7 @@ NOT_0, IS_0 = (
     "do not sum to 0, as of sigmoid outputs, probabilities, regression",
     "rows have different factors, as with class weights",
 )
-LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Module], str]] = {
+LOSSES = {
     "sigmoid": (binary, [], NOT_0),
     "one logit": (lambda z, y: F.mse_loss(z[:, 0], y.double()), [nn.Linear(5, 1).double()], "one logit a row"),
     "nll": (F.nll_loss, [], NOT_0),
@@ -46,7 +42,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Module], str
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(name: str) -> None:
+def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(name):
     loss, layers, seen = LOSSES[name]
     torch.manual_seed(0)
     model = mlp().extend(layers)

@@ -7,27 +7,23 @@ resumption is in tests/examples.
 |---|---|
 | the loop by hand | Lightning, Trainer, Accelerate, timm, torchvision, skorch, ignite, fastai, DeepSpeed |
 | a resumed run is the uninterrupted one | Lightning, Trainer, Accelerate, timm, Schedule-Free, DeepSpeed |
-| half precision | Trainer, Accelerate, timm's scaler, DeepSpeed |
-| two processes are one | Lightning, Accelerate, DeepSpeed |
+| half precision | Accelerate, timm's scaler, DeepSpeed |
+| two processes are one | Lightning, DeepSpeed |
 | schedulers drive both networks | timm, Lightning |
 | the term with mixed labels | timm |
 | logging | TensorBoard, Weights and Biases, Lightning, Trainer |
 """
 
-from __future__ import annotations
-
-from typing import Any
-
+import pytest
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 
 METHODS = ("dcl", "dcp")
+EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 
 
-def wrap(method: str, base: Optimizer, model: nn.Module, **settings: Any) -> Any:
+def wrap(method, base, model, **settings):
     """The line that is new in a script; without it the method is "plain"."""
     if method == "dcl":
         return DCLOptimizer(base, model, **{"weight": 1.0} | settings, companion_fraction=1)
@@ -36,6 +32,13 @@ def wrap(method: str, base: Optimizer, model: nn.Module, **settings: Any) -> Any
     return base
 
 
-def differ(first: nn.Module, second: nn.Module) -> bool:
+def differ(first, second):
     """Whether any weight differs."""
     return any(not torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def in_training_mode(optimizer):
+    """Schedule-Free optimizers have modes."""
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    return optimizer

@@ -1,18 +1,16 @@
 """Accelerate keeps its settings in singletons, which transformers' Trainer sets, too."""
 
-from collections.abc import Iterator
-
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 
 
-def forget() -> None:
+def forget():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 @pytest.fixture(autouse=True)
-def fresh_accelerator() -> Iterator[None]:
+def fresh_accelerator():
     """Of tests in other folders as well: a worker may have run an example before."""
     forget()
     yield

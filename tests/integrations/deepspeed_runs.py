@@ -3,16 +3,11 @@
 Processes of their own run this, since DeepSpeed keeps settings in globals.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
-import warnings
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -21,14 +16,11 @@ import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.state import AcceleratorState, GradientState
 from deepspeed.utils import safe_get_full_fp32_param
-from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from examples import deepspeed_engine
-from tests.helpers import CLASSES, batches, mlp
+from tests.helpers import CLASSES, all_warnings, batches, matrices_and_others, mlp
 
 STEPS, WEIGHT, ALPHA = 6, 0.5, 0.97
 deepspeed.comm.torch.build_shm_op = lambda: None  # it would be compiled, for a minute; gloo reduces instead
@@ -38,12 +30,12 @@ logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 class Prototypes:
     """DCP as dcl_optim/reference.py has it, with the sums over the ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.values = torch.zeros(CLASSES, CLASSES)
         self.numbers = torch.zeros(CLASSES)
-        self.batches: list[tuple[Tensor, Tensor]] = []
+        self.batches = []
 
-    def penalty(self, logits: Tensor, y: Tensor) -> Tensor:
+    def penalty(self, logits, y):
         z = logits.float()
         self.batches.append((z.detach(), y))
         radius = CLASSES / 2**0.5
@@ -53,7 +45,7 @@ class Prototypes:
         return WEIGHT * (distances * self.numbers[y].clamp(0, 1)).sum() / len(y)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self):
         z, y = (torch.cat(parts) for parts in zip(*self.batches, strict=True))
         rows = torch.bincount(y, minlength=CLASSES).float()
         moved = torch.zeros(CLASSES, CLASSES).index_add_(0, y, z - self.values[y])
@@ -64,24 +56,22 @@ class Prototypes:
         self.batches = []
 
 
-def parameters(model: nn.Module, groups: int) -> Any:
+def parameters(model, groups):
     """One group, or as most recipes have them: with weight decay, and biases without."""
     if groups == 1:
         return model.parameters()
-    weights, biases = ([p for p in model.parameters() if (p.ndim < 2) is is_bias] for is_bias in (False, True))
+    weights, biases = matrices_and_others(model)
     return [{"params": weights, "weight_decay": 0.01}, {"params": biases, "weight_decay": 0.0}]
 
 
 class Run:
     """An engine with its model, trained by the base alone, by the wrapper (line, term), or by hand."""
 
-    def __init__(
-        self, stage: int, dtype: str, way: str, groups: int = 2, parts: int = 1, clip: float = 0.0, **options: Any
-    ) -> None:
+    def __init__(self, stage, dtype, way, groups=2, parts=1, clip=0.0, **options):
         self.stage, self.dtype, self.way, self.parts = stage, dtype, way, parts
         self.zero = options.pop("zero", {})
         self.model = mlp(dtype=torch.float32)
-        optimizer: Any = torch.optim.SGD(parameters(self.model, groups), lr=0.2, momentum=0.9)
+        optimizer = torch.optim.SGD(parameters(self.model, groups), lr=0.2, momentum=0.9)
         self.hand = Prototypes()
         if way in ("line", "term"):
             method = options.pop("method", DCPOptimizer)
@@ -90,7 +80,7 @@ class Run:
         self.optimizer = optimizer
         self.engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self.config(clip))
 
-    def config(self, clip: float) -> dict[str, Any]:
+    def config(self, clip):
         config = {
             "train_micro_batch_size_per_gpu": 16 // dist.get_world_size() // self.parts,
             "gradient_accumulation_steps": self.parts,
@@ -102,14 +92,14 @@ class Run:
         }
         return config | ({"bf16": {"enabled": True, "check_grad_overflow": True}} if self.dtype == "bf16" else {})
 
-    def train(self, first: int = 0, last: int = STEPS, overflows: int | None = None) -> Run:
+    def train(self, first=0, last=STEPS, overflows=None):
         """Train on some of the batches. In one of them gradients may overflow: then nothing may learn from it."""
         for number, (x, y) in enumerate(batches(STEPS, dtype=torch.float32)):
             if first <= number < last:
                 self.step(*(part.chunk(dist.get_world_size())[dist.get_rank()] for part in (x, y)), number == overflows)
         return self
 
-    def step(self, x: Tensor, y: Tensor, overflows: bool) -> None:
+    def step(self, x, y, overflows):
         x = x.bfloat16() if self.dtype == "bf16" else x
         parameter = next(self.model.parameters())
         handle = parameter.register_hook(lambda gradient: gradient * float("inf")) if overflows else None
@@ -124,7 +114,7 @@ class Run:
         elif self.way == "hand":
             self.hand.step()
 
-    def term(self, z: Tensor, y: Tensor) -> Any:
+    def term(self, z, y):
         """The penalty, where the script adds it."""
         if self.way == "hand":
             return self.hand.penalty(z, y)
@@ -132,11 +122,11 @@ class Run:
             return 0.0
         return self.optimizer.penalty(z) if isinstance(self.optimizer, DCLOptimizer) else self.optimizer.penalty(z, y)
 
-    def weights(self) -> Tensor:
+    def weights(self):
         parts = [safe_get_full_fp32_param(p) if self.stage == 3 else p for p in self.model.parameters()]
         return torch.cat([part.detach().float().flatten() for part in parts])
 
-    def end(self) -> dict[str, Any]:
+    def end(self):
         """What it has come to."""
         if self.way == "hand":
             return {"weights": self.weights(), "prototypes": self.hand.values.clone()}
@@ -146,7 +136,7 @@ class Run:
         return {"weights": self.weights(), "prototypes": self.optimizer.prototypes, "logs": logs}
 
 
-def resumed(folder: Path, *settings: Any) -> dict[str, Any]:
+def resumed(folder, *settings):
     """Train half of the batches, save, load in a run that has just begun, and train the other half."""
     Run(*settings).train(last=3).engine.save_checkpoint(str(folder), tag="half")
     run = Run(*settings)
@@ -154,15 +144,14 @@ def resumed(folder: Path, *settings: Any) -> dict[str, Any]:
     return run.train(first=3).end()
 
 
-def warnings_of(**options: Any) -> list[str]:
+def warnings_of(**options):
     """What is said of the ranks where a run begins."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with all_warnings() as caught:
         Run(1, "fp32", "term", **options).train(last=3)
     return [str(warning.message) for warning in caught if "process_group" in str(warning.message)]
 
 
-def companion(stage: int, dtype: str, way: str) -> Any:
+def companion(stage, dtype, way):
     """Train by DCL, or give the error."""
     try:
         run = Run(stage, dtype, way, method=DCLOptimizer, alpha=0.9, companion_fraction=1).train()
@@ -171,33 +160,7 @@ def companion(stage: int, dtype: str, way: str) -> Any:
     return {"weights": run.weights(), "companion": run.optimizer.companion.state_dict()}
 
 
-def accelerated(stage: int, dtype: str, way: str) -> dict[str, Any]:
-    """Train as Accelerate's examples do, by two micro-batches a step."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=0.5)
-    plugin.deepspeed_config |= {"train_micro_batch_size_per_gpu": 8 // dist.get_world_size(), "train_batch_size": 16}
-    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16" if dtype == "bf16" else "no")
-    run = Run.__new__(Run)
-    run.stage, run.way, run.model, run.hand = stage, way, mlp(dtype=torch.float32), Prototypes()
-    run.optimizer = torch.optim.SGD(parameters(run.model, 2), lr=0.2, momentum=0.9)
-    if way == "term":
-        run.optimizer = DCPOptimizer(run.optimizer, run.model, weight=WEIGHT, process_group=dist.group.WORLD)
-    model, optimizer = accelerator.prepare(run.model, run.optimizer)
-    for x, y in batches(STEPS, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32):
-        own = (part.chunk(dist.get_world_size())[dist.get_rank()].chunk(2) for part in (x, y))
-        for inputs, labels in zip(*own, strict=True):
-            with accelerator.accumulate(model):
-                z = model(inputs)
-                accelerator.backward(F.cross_entropy(z.float(), labels) + run.term(z, labels))
-                optimizer.step()
-                optimizer.zero_grad()
-        if way == "hand":
-            run.hand.step()
-    return run.end()
-
-
-def cells(folder: Path) -> Iterator[tuple[str, Any]]:
+def cells(folder):
     """All runs, by name."""
     for stage in range(4):
         for dtype in ("fp32", "bf16"):
@@ -209,15 +172,12 @@ def cells(folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"{stage} further", Run(stage, "fp32", "term", zero=zero).train().end()
         for way in ("hand", "line", "term") if stage else ():  # stage 0 in float32 has no overflow
             yield f"{stage} overflow {way}", Run(stage, "bf16", way).train(overflows=2).end()
-    for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "fp32")):
-        for way in ("hand", "term"):
-            yield f"accelerate {stage} {dtype} {way}", accelerated(stage, dtype, way)
     yield "warnings auto", warnings_of(process_group="auto")
     yield "warnings none", warnings_of(process_group=None)
     yield "warnings given", warnings_of()
 
 
-def of_stage(stage: int, dtype: str, folder: Path) -> Iterator[tuple[str, Any]]:
+def of_stage(stage, dtype, folder):
     name = f"{stage} {dtype}"
     for groups, way in product((1, 2), ("hand", "term")):
         yield f"{name} {groups} {way}", Run(stage, dtype, way, groups).train().end()
@@ -228,7 +188,7 @@ def of_stage(stage: int, dtype: str, folder: Path) -> Iterator[tuple[str, Any]]:
         yield f"{name} dcl {way}", companion(stage, dtype, way)
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank, folder):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     found = dict(cells(folder))
@@ -236,12 +196,12 @@ def worker(rank: int, folder: Path) -> None:
         torch.save(found, folder / "found.pt")
 
 
-def run_scripts(rank: int, folder: Path) -> None:
+def run_scripts(rank, folder):
     """Run the script of docs/frameworks.md, and the example."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(dist.get_world_size()))
     page = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"^```python\n(# train.py\nimport deepspeed\n.*?)^```", page, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {}
+    names = {}
     exec(script, names)
     accuracy = deepspeed_engine.main(["--dtype", "bfloat16", "--checkpoint", str(folder / "checkpoint")])
     if rank == 0:

@@ -1,15 +1,10 @@
 """transformers' Trainer with DeepSpeed on a CPU, in one process, as on a CPU its world is one."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -21,11 +16,11 @@ PARTS, EPOCHS = 2, 2
 
 
 class Classifier(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.net = mlp(dtype=torch.float32)
 
-    def forward(self, x: Tensor, labels: Tensor) -> SequenceClassifierOutput:
+    def forward(self, x, labels):
         z = self.net(x)
         return SequenceClassifierOutput(loss=F.cross_entropy(z, labels), logits=z)
 
@@ -35,7 +30,7 @@ class Penalized(Trainer):
 
     way = "term"
 
-    def create_optimizer(self, model: Any = None) -> Any:
+    def create_optimizer(self, model=None):
         self.hand = Prototypes()
         if self.optimizer is None:
             self.wrapper = self.optimizer = super().create_optimizer(model)
@@ -44,9 +39,7 @@ class Penalized(Trainer):
         self.model_accepts_loss_kwargs = False
         return self.optimizer
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         output = model(**inputs)
         loss = output.loss
         if self.way != "line":
@@ -58,15 +51,15 @@ class Penalized(Trainer):
 class Learns(TrainerCallback):
     """The prototypes by hand learn after each step."""
 
-    def __init__(self, trainer: Penalized) -> None:
+    def __init__(self, trainer):
         self.trainer = trainer
 
-    def on_optimizer_step(self, *arguments: Any, **options: Any) -> None:
+    def on_optimizer_step(self, *arguments, **options):
         if self.trainer.way == "hand":
             self.trainer.hand.step()
 
 
-def trained(stage: int, way: str, folder: Path, resumes: bool = False) -> dict[str, Any]:
+def trained(stage, way, folder, resumes=False):
     config = {
         "zero_optimization": {"stage": stage},
         "train_micro_batch_size_per_gpu": "auto",
@@ -74,7 +67,7 @@ def trained(stage: int, way: str, folder: Path, resumes: bool = False) -> dict[s
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
     }
-    options: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "learning_rate": 1e-2}
+    options = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "learning_rate": 1e-2}
     arguments = TrainingArguments(
         str(folder / f"{stage} {way}"),
         per_device_train_batch_size=8,
@@ -104,7 +97,7 @@ def trained(stage: int, way: str, folder: Path, resumes: bool = False) -> dict[s
     return run.end() | {"steps": steps}
 
 
-def worker(folder: Path, cells: Iterable[tuple[int, str]]) -> None:
+def worker(folder, cells):
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     found = {}
     for stage, way in cells:

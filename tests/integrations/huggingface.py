@@ -1,23 +1,16 @@
 """Tiny randomly initialised models of transformers, data for them, and Trainer's arguments."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     TrainingArguments,
-    ViTConfig,
-    ViTForImageClassification,
 )
 
 CLASSES, WORDS, LENGTH = 3, 40, 10
 
 
-def text_classifier(dropout: float = 0.0, classes: int = CLASSES) -> nn.Module:
+def text_classifier(dropout=0.0, classes=CLASSES):
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=WORDS,
@@ -33,37 +26,14 @@ def text_classifier(dropout: float = 0.0, classes: int = CLASSES) -> nn.Module:
     return BertForSequenceClassification(config)
 
 
-def image_classifier() -> nn.Module:
-    torch.manual_seed(0)
-    config = ViTConfig(
-        image_size=8,
-        patch_size=4,
-        num_channels=1,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        num_labels=CLASSES,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return ViTForImageClassification(config)
-
-
-def sentences(number: int = 24, labels: Any = None) -> list[dict[str, Tensor]]:
+def sentences(number=24, labels=None):
     draw = torch.Generator().manual_seed(1)
     words = torch.randint(1, WORDS, (number, LENGTH), generator=draw)
     labels = torch.randint(CLASSES, (number,), generator=draw) if labels is None else labels
     return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
 
 
-def images(number: int = 24) -> list[dict[str, Tensor]]:
-    draw = torch.Generator().manual_seed(1)
-    pixels, labels = torch.randn(number, 1, 8, 8, generator=draw), torch.randint(CLASSES, (number,), generator=draw)
-    return [{"pixel_values": row, "labels": label} for row, label in zip(pixels, labels, strict=True)]
-
-
-def texts_to_continue(number: int = 24) -> list[dict[str, Tensor]]:
+def texts_to_continue(number=24):
     """Rows of different numbers of labelled words, so that micro-batches weigh differently."""
     rows = []
     for index, row in enumerate(sentences(number)):
@@ -73,7 +43,7 @@ def texts_to_continue(number: int = 24) -> list[dict[str, Tensor]]:
     return rows
 
 
-def arguments(folder: Any, **options: Any) -> TrainingArguments:
+def arguments(folder, **options):
     quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
     plain = {"use_cpu": True, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "num_train_epochs": 2}
     return TrainingArguments(str(folder), per_device_train_batch_size=4, **(quiet | plain | options))

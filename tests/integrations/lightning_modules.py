@@ -1,15 +1,11 @@
 """A LightningModule as users write them, a quiet Trainer, and the same training as a hand-written loop."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 from torch.utils.data import DataLoader
 
 from dcl_optim import DCLOptimizer
@@ -25,14 +21,14 @@ QUIET = [
 ]
 
 
-def network(dtype: torch.dtype = torch.float64, seed: int = 0, dropout: float = 0.3) -> nn.Sequential:
+def network(dtype=torch.float64, seed=0, dropout=0.3):
     """Batch norm and dropout: what a companion gets wrong first."""
     torch.manual_seed(seed)
     layers = (nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(dropout), nn.Linear(12, CLASSES))
     return nn.Sequential(*layers).to(dtype)
 
 
-def loader(dtype: torch.dtype = torch.float64, seed: int = 1) -> DataLoader[tuple[Tensor, Tensor]]:
+def loader(dtype=torch.float64, seed=1):
     """A generator of its own: the loader's seed would be drawn from dropout's stream otherwise."""
     return DataLoader(list(batches(BATCHES, seed=seed, dtype=dtype)), batch_size=None, generator=torch.Generator())
 
@@ -40,40 +36,40 @@ def loader(dtype: torch.dtype = torch.float64, seed: int = 1) -> DataLoader[tupl
 class Classifier(pl.LightningModule):
     """Nothing but ``configure_optimizers`` knows of dcl_optim."""
 
-    def __init__(self, method: str, net: nn.Module, scheduler: Any = None, interval: str = "step", **settings: Any):
+    def __init__(self, method, net, scheduler=None, **settings):
         super().__init__()
         self.method, self.net, self.settings = method, net, settings
-        self.scheduler, self.interval = scheduler, interval
+        self.scheduler = scheduler
         self.criterion = nn.CrossEntropyLoss()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         return self.criterion(self.net(x), y)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         optimizer = wrap(self.method, optimizer, self.net, **self.settings)
         if self.scheduler is None:
             return optimizer
-        scheduler = {"scheduler": self.scheduler(optimizer), "interval": self.interval}
+        scheduler = {"scheduler": self.scheduler(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 class CallsItself(Classifier):
     """The other habit, ``self(x)`` in training_step; DCL wraps this module, ``"self"``, or its network."""
 
-    def __init__(self, wrapped: str, net: nn.Module) -> None:
+    def __init__(self, wrapped, net):
         super().__init__("dcl", net)
         self.wrapped = wrapped
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.net(x)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         x, y = batch
         return self.criterion(self(x), y)
 
-    def configure_optimizers(self) -> DCLOptimizer:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         return DCLOptimizer(optimizer, self if self.wrapped == "self" else self.net, weight=1.0, companion_fraction=1)
 
@@ -81,18 +77,18 @@ class CallsItself(Classifier):
 class Validated(Classifier):
     """The same with a validation loop."""
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch, batch_idx):
         x, y = batch
         self.log("validation_loss", self.criterion(self.net(x), y), batch_size=len(y))
 
 
-def quiet_trainer(**options: Any) -> pl.Trainer:
+def quiet_trainer(**options):
     silence = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     defaults = {"accelerator": "cpu", "max_epochs": 2, "enable_checkpointing": False}
     return pl.Trainer(**(silence | defaults | options))
 
 
-def fit(module: pl.LightningModule, data: Any = None, seed: int = 3, **options: Any) -> Optimizer:
+def fit(module, data=None, seed=3, **options):
     """Train with a Trainer; returns the optimizer that configure_optimizers gave."""
     trainer = quiet_trainer(**options)
     torch.manual_seed(seed)
@@ -100,18 +96,7 @@ def fit(module: pl.LightningModule, data: Any = None, seed: int = 3, **options: 
     return trainer.optimizers[0]
 
 
-def by_hand(
-    method: str,
-    net: nn.Module,
-    *,
-    data: Any = None,
-    accumulate: int = 1,
-    clip: Any = None,
-    autocast: Any = None,
-    scheduler: Any = None,
-    interval: str = "step",
-    **settings: Any,
-) -> Optimizer:
+def by_hand(method, net, *, data=None, accumulate=1, autocast=None, scheduler=None, **settings):
     """What Lightning does in two epochs, written out in plain PyTorch."""
     criterion, data = nn.CrossEntropyLoss(), list(data or loader())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -127,11 +112,7 @@ def by_hand(
         (loss / accumulate).backward()
         is_last = index + 1 == len(data)
         if (index + 1) % accumulate == 0 or is_last:
-            if clip:
-                clip(net.parameters())
             optimizer.step()
-            if schedule and interval == "step":
+            if schedule:
                 schedule.step()
-        if schedule and interval == "epoch" and is_last:
-            schedule.step()
     return optimizer

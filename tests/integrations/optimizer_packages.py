@@ -16,8 +16,6 @@ DCLOptimizer beside a loop that is written out, in float64 if it can. It is
 - no base: it does not train this network alone, by ``step()`` without a closure.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.metadata
@@ -27,23 +25,20 @@ import signal
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
-from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import batches, mlp, train
+from tests.integrations import in_training_mode
 from tests.reference import train_by_hand
 
 STEPS = 14
 SECONDS = 120  # for one optimizer
 CLOSE = 1e-4  # a share of the largest weight
-SETTINGS: dict[str, Any] = {"weight": 0.3, "alpha": 0.6}
-Make = Callable[[nn.Module], torch.optim.Optimizer]
+SETTINGS = {"weight": 0.3, "alpha": 0.6}
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "optimi.StableAdamW": {"lr": 1e-3, "triton": False},
     "optimi": {"lr": 1e-3},
     "ranger21.Ranger21": {"lr": 1e-3, "num_epochs": 3, "num_batches_per_epoch": 10},
@@ -75,7 +70,7 @@ class TooSlow(Exception):
     """An optimizer took more than SECONDS."""
 
 
-def optimizers_of(package: str) -> Iterator[tuple[str, Make]]:
+def optimizers_of(package):
     """The names and makers of the optimizers of a package."""
     if package == "pytorch_optimizer":
         from tests.integrations.test_other_optimizers import build
@@ -97,19 +92,11 @@ def optimizers_of(package: str) -> Iterator[tuple[str, Make]]:
                 yield name, lambda model, kind=kind, options=options: kind(model.parameters(), **options)
 
 
-def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def network(dtype=torch.float32):
     return mlp(width=64, dtype=dtype)
 
 
-def in_training_mode(optimizer: Any) -> Any:
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    return optimizer
-
-
-def trained(
-    make: Make, wrap: Callable[[Any, nn.Module], Any], dtype: torch.dtype = torch.float32
-) -> tuple[list[torch.Tensor], Any]:
+def trained(make, wrap, dtype=torch.float32):
     torch.manual_seed(7)
     model = network(dtype)
     torch.manual_seed(7)
@@ -118,14 +105,14 @@ def trained(
     return [parameter.detach().clone() for parameter in model.parameters()], optimizer
 
 
-def distance(first: Any, second: Any) -> float:
+def distance(first, second):
     """The largest difference, as a share of the largest number."""
     differences = [float((a - b).abs().max()) for a, b in zip(first, second, strict=True)]
     size = max(float(b.abs().max()) for b in second)
     return max(differences) / size
 
 
-def by_hand(make: Make, dtype: torch.dtype, factor: float = 1.0, seed: int = 7) -> tuple[nn.Module, nn.Module]:
+def by_hand(make, dtype, factor=1.0, seed=7):
     """The loop; the first weights are multiplied by a factor, and the seed is that of draws in steps."""
     torch.manual_seed(7)
     model = network(dtype)
@@ -135,19 +122,19 @@ def by_hand(make: Make, dtype: torch.dtype, factor: float = 1.0, seed: int = 7) 
     return train_by_hand(model, lambda one: in_training_mode(make(one)), batches(STEPS, dtype=dtype), **SETTINGS)
 
 
-def spread(make: Make, dtype: torch.dtype) -> float:
+def spread(make, dtype):
     """How far two loops come apart whose first weights differ by rounding, and whose steps have other draws."""
     loops = [by_hand(make, dtype), by_hand(make, dtype, 1.0 + 4 * torch.finfo(dtype).eps, seed=8)]
     first, second = ([parameter.detach() for one in loop for parameter in one.parameters()] for loop in loops)
     return distance(first, second)
 
 
-def names_a_fix(error: Exception) -> bool:
+def names_a_fix(error):
     text = str(error) + " ".join(getattr(error, "__notes__", []))
     return any(part in text for part in ("companion_optimizer=", "Fix:", "wrap ", "create_graph"))
 
 
-def judge(make: Make) -> tuple[str, str]:
+def judge(make):
     """What a base is, and why."""
     try:
         alone, _ = trained(make, lambda base, model: base)
@@ -175,7 +162,7 @@ def judge(make: Make) -> tuple[str, str]:
     return found[0] if found else ("right", "")
 
 
-def of_companion(make: Make) -> Iterator[tuple[str, str]]:
+def of_companion(make):
     dtype = torch.float64
     try:
         trained(make, lambda base, model: base, dtype)
@@ -197,11 +184,11 @@ def of_companion(make: Make) -> Iterator[tuple[str, str]]:
         yield kind, f"model {differences[0]:.0e}, companion {differences[1]:.0e}, loop {spread(make, dtype):.0e}"
 
 
-def stop(*_: Any) -> None:
+def stop(*_):
     raise TooSlow(f"more than {SECONDS} s")
 
 
-def main(packages: list[str]) -> None:
+def main(packages):
     signal.signal(signal.SIGALRM, stop)
     warnings.simplefilter("ignore")
     print("| package | version | right | refused | silent | not compared | no base |")
@@ -211,7 +198,7 @@ def main(packages: list[str]) -> None:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        found: dict[str, list[str]] = defaultdict(list)
+        found = defaultdict(list)
         for name, make in optimizers_of(package):
             signal.alarm(SECONDS)
             try:

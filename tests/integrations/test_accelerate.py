@@ -1,12 +1,7 @@
-"""Hugging Face Accelerate: prepare, accumulation, mixed precision, save_state, several processes, Schedule-Free."""
+"""Hugging Face Accelerate: prepare, accumulation, mixed precision, save_state."""
 
-from __future__ import annotations
-
-import copy
-import os
 from contextlib import contextmanager
 from itertools import product
-from unittest import mock
 
 import pytest
 import torch
@@ -16,16 +11,14 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, cells, dropout_net, mlp, on_two_ranks
-from tests.integrations import METHODS, differ, wrap
+from tests.helpers import assert_same, batches, dropout_net, every, mlp
+from tests.integrations import EACH_METHOD, METHODS, differ, wrap
 from tests.integrations.conftest import forget
 from tests.reference import learned, term_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:torch", "ignore::DeprecationWarning:torch")
 SIZE, BATCHES, PARTS = 8, 7, 2  # an epoch's last accumulation has one batch
 WAYS = ["line", "term"]
-CLOSE = {"rtol": 1e-8, "atol": 1e-10}
 
 
 @contextmanager
@@ -123,13 +116,7 @@ LOOPS = [(1, None), (PARTS, None), (PARTS, 0.05)]
 
 @pytest.mark.parametrize(
     ("method", "loop", "wrapped_after", "way"),
-    cells(
-        product(METHODS, LOOPS, [False, True], WAYS),
-        ("dcl", LOOPS[1], False, "line"),
-        ("dcl", LOOPS[2], True, "term"),
-        ("dcp", LOOPS[0], True, "line"),
-        ("dcp", LOOPS[2], False, "term"),
-    ),
+    every(7, product(METHODS, LOOPS, [False, True], WAYS)),
 )
 def test_two_epochs_are_the_loop_by_hand_bit_for_bit(method, loop, wrapped_after, way):
     parts, clip = loop
@@ -143,13 +130,7 @@ def test_two_epochs_are_the_loop_by_hand_bit_for_bit(method, loop, wrapped_after
 
 @pytest.mark.parametrize(
     ("method", "parts", "wrapped_after", "way"),
-    cells(
-        product(METHODS, [1, PARTS], [False, True], WAYS),
-        ("dcl", PARTS, False, "line"),
-        ("dcl", 1, True, "term"),
-        ("dcl", 1, False, "term"),
-        ("dcp", PARTS, True, "line"),
-    ),
+    every(5, product(METHODS, [1, PARTS], [False, True], WAYS)),
 )
 def test_bfloat16_is_the_loop_by_hand_under_autocast(method, parts, wrapped_after, way):
     """Wrapped before, the model returns bfloat16, and the script gets a float32 copy of it."""
@@ -166,41 +147,7 @@ def test_bfloat16_is_the_loop_by_hand_under_autocast(method, parts, wrapped_afte
     assert_same([*learned(half).values()], [*learned(full).values()], atol=5e-2)
 
 
-class WithAnIsland(nn.Module):
-    """Its last layer stays in float32 under autocast, as numerically delicate heads do."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(FEATURES, 16), nn.Linear(16, CLASSES)
-
-    def forward(self, x):
-        features = torch.tanh(self.body(x))
-        with torch.autocast("cpu", enabled=False):
-            return self.head(features.float())
-
-
-def test_the_companions_backward_is_outside_of_the_scripts_autocast():
-    """Also if the script calls backward inside: the model's backward pass is its own affair."""
-    torch.manual_seed(0)
-    model, (x, y), companions = WithAnIsland(), next(batches(1, dtype=torch.float32)), []
-    for inside in (True, False):
-        network, companion = copy.deepcopy(model), copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in companion.parameters():
-                parameter.mul_(0.9)
-        optimizer = DCLOptimizer(adamw(network), network, companion=companion, companion_fraction=1)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            z = network(x)
-        loss = nn.functional.cross_entropy(z, y)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
-            loss.backward()
-            optimizer.step()
-        companions.append(companion)
-    assert_same(*companions)
-    assert differ(companions[0], model)
-
-
-@pytest.mark.parametrize("method", METHODS)
+@EACH_METHOD
 def test_an_epoch_that_is_cut_in_two_by_save_state_goes_on_to_the_last_bit(method, tmp_path):
     """Shuffled, with dropout, a schedule and accumulation; the second half in what could be another process."""
 
@@ -222,26 +169,3 @@ def test_an_epoch_that_is_cut_in_two_by_save_state_goes_on_to_the_last_bit(metho
     assert_same(resumed.model, whole.model)
     assert_same(resumed.ours.state_dict(), whole.ours.state_dict())
     assert_same(resumed.scheduler.state_dict(), whole.scheduler.state_dict())
-
-
-def _train_on_a_rank(rank, folder, method):
-    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    with mock.patch.dict(os.environ, environment | {"OMP_NUM_THREADS": "1"}), accelerator() as shared:
-        assert shared.num_processes == 2
-        script = Script(shared, method, size=SIZE // 2).epoch(0)
-        assert isinstance(script.model, nn.parallel.DistributedDataParallel)
-        state = {"model": shared.unwrap_model(script.model).state_dict(), "ours": learned(script.ours)}
-    torch.save(state, folder / f"{rank}.pt")
-
-
-@pytest.mark.parametrize("method", cells(METHODS, "dcl"))
-def test_two_processes_are_one_with_the_joint_batch(method, tmp_path):
-    """Accelerate deals the batches out in turn; the wrapper is made before DistributedDataParallel is."""
-    on_two_ranks(_train_on_a_rank, tmp_path, method)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
-    with accelerator() as shared:
-        script = Script(shared, method).epoch(0)
-    assert_same(first["model"], script.model.state_dict(), **CLOSE)
-    assert_same(first["ours"], learned(script.ours), **CLOSE)
-    assert differ(script.model, mlp())

@@ -1,13 +1,10 @@
 """Hydra and LightningCLI: the files of docs/frameworks.md and of the example train as the constructors do."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +36,7 @@ CLI = {
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch) -> Path:
+def files(tmp_path, monkeypatch):
     """The current folder, with the page's files."""
     for name, content in FILES:
         path = tmp_path / name
@@ -50,15 +47,15 @@ def files(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def data():
     draw = torch.Generator().manual_seed(1)
     return [(torch.randn(20, 64, generator=draw), torch.randint(10, (20,), generator=draw)) for _ in range(5)]
 
 
-def by_hand(kind: Any, weight: Any) -> nn.Module:
+def by_hand(kind, weight):
     torch.manual_seed(0)
     model = nn.Linear(64, 10)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if kind is not None:
         optimizer = kind(optimizer, model, weight=weight)
     train(model, optimizer, data())
@@ -73,9 +70,9 @@ def test_the_ways_of_training_differ():
 
 @pytest.mark.parametrize("overrides", HYDRA)
 def test_hydra(files, monkeypatch, overrides):
-    trained: list[nn.Module] = []
+    trained = []
 
-    def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def fit(model, optimizer):
         train(model, optimizer, data())
         trained.append(model)
 

@@ -1,7 +1,5 @@
 """What outlives a fit: checkpoints through the Trainer, copies, a second fit, averaged weights beside the companion."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -15,7 +13,7 @@ from lightning.pytorch.callbacks import (
 from torch import nn
 
 from tests.helpers import assert_same, linear_growth, mlp, running_average
-from tests.integrations import METHODS, differ, wrap
+from tests.integrations import EACH_METHOD, differ, wrap
 from tests.integrations.lightning_modules import (
     BATCHES,
     QUIET,
@@ -26,11 +24,12 @@ from tests.integrations.lightning_modules import (
     network,
     quiet_trainer,
 )
+from tests.reference import NEAR
 
 pytestmark = QUIET
 
 
-def still(seed: int = 0) -> nn.Sequential:
+def still(seed=0):
     """Without dropout: Lightning's checkpoints do not hold the random state."""
     return network(seed=seed, dropout=0.0)
 
@@ -43,7 +42,7 @@ def one_cycle(optimizer):
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize("method", METHODS)
+@EACH_METHOD
 def test_a_run_resumed_through_the_trainer_is_the_uninterrupted_run(method, tmp_path):
     settings = {"scheduler": one_cycle, "weight": partial(linear_growth, steps=20), "alpha": running_average}
     whole = Classifier(method, still(), **settings)
@@ -70,7 +69,7 @@ class TakesPlainStates(Classifier):
         return optimizer
 
 
-@pytest.mark.parametrize("method", METHODS)
+@EACH_METHOD
 def test_a_wrapped_run_resumes_from_the_checkpoint_of_a_plain_one(method, tmp_path):
     fit(plain := Classifier("plain", still()))
     plain.trainer.save_checkpoint(tmp_path / "plain.ckpt")
@@ -121,7 +120,7 @@ def test_stochastic_weight_averaging_gives_the_models_mean_and_its_schedule_driv
     optimizer = with_swa(module, watcher)
     assert {*watcher.rates} == {0.05, 0.1}
     averaged = [torch.stack(same).mean(0) for same in zip(*watcher.before_epochs[1:], strict=True)]
-    assert_same([*module.parameters()], averaged, rtol=1e-9, atol=1e-12)
+    assert_same([*module.parameters()], averaged, **NEAR)
     assert_same(optimizer.companion, watcher.companion)
     assert optimizer.logs()["step"] == 4 * BATCHES
 

@@ -1,29 +1,25 @@
 """Lightning's DistributedDataParallel: two processes with half a batch each are one process with the whole batch."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.helpers import assert_same, mlp
 from tests.integrations import differ
 from tests.integrations.lightning_modules import CallsItself, by_hand, loader, quiet_trainer
+from tests.reference import NEAR
 
 
 class Halves(CallsItself):
     """Each process takes its half of the batch."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch, batch_idx):
         return super().training_step([part[self.global_rank :: 2] for part in batch], batch_idx)
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank, folder):
     ranks = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": "2"}
     with mock.patch.dict(os.environ, ranks):
         for name in ("net", "self"):
@@ -41,7 +37,7 @@ def test_two_processes_are_one_with_the_whole_batch(wrapped, ranks):
     assert_same(first, second)
     net = mlp()
     expected = by_hand("dcl", net)
-    assert_same(first["net"], net.state_dict(), rtol=1e-9, atol=1e-12)
+    assert_same(first["net"], net.state_dict(), **NEAR)
     companion = {name.removeprefix("net."): value for name, value in first["companion"].items()}
-    assert_same(companion, expected.companion.state_dict(), rtol=1e-9, atol=1e-12)
+    assert_same(companion, expected.companion.state_dict(), **NEAR)
     assert differ(expected.companion, net)

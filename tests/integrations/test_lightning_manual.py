@@ -1,13 +1,11 @@
 """Lightning's manual optimization: ``self.optimizers()`` and ``manual_backward``."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers import assert_same
-from tests.integrations import METHODS, wrap
+from tests.helpers import assert_same, assert_same_networks
+from tests.integrations import EACH_METHOD, wrap
 from tests.integrations.lightning_modules import QUIET, Classifier, by_hand, fit, loader, network
 
 pytestmark = QUIET
@@ -50,7 +48,7 @@ class Accumulates(Manual):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@EACH_METHOD
 @pytest.mark.parametrize("written", [Manual, WithClosure, Accumulates])
 def test_manual_optimization_is_the_hand_written_loop(method, written):
     hand = {"accumulate": 3} if written is Accumulates else {}
@@ -64,18 +62,17 @@ def test_manual_optimization_is_the_hand_written_loop(method, written):
 # Lightning's shell makes itself a subclass of the optimizer's class: our methods then run with the shell as `self`.
 
 
-@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("when", ["before the forward", "after the forward"])
-def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnings_shell(to_none, when):
+def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnings_shell(when):
     class Skips(Manual):
         def training_step(self, batch, batch_idx):
             x, y = batch
             optimizer = self.optimizers()
             if when == "before the forward":
-                optimizer.zero_grad(set_to_none=to_none)
+                optimizer.zero_grad()
             loss = self.criterion(self.net(x), y)
             if when == "after the forward":
-                optimizer.zero_grad(set_to_none=to_none)
+                optimizer.zero_grad()
             self.manual_backward(loss)
             if batch_idx % 3 != 1:
                 optimizer.step()
@@ -89,5 +86,4 @@ def test_a_step_that_the_module_skips_is_forgotten_by_zero_grad_through_lightnin
             theirs.zero_grad()
             loss.backward()
             theirs.step()
-    assert_same(module.net, net)
-    assert_same(ours.companion, theirs.companion)
+    assert_same_networks(ours, theirs)

@@ -1,7 +1,5 @@
 """The blocks of docs/logging.md, each with the package it is for; what was logged is read back and compared."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math
@@ -9,7 +7,6 @@ import re
 import struct
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +16,8 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import batches, mlp
+from tests.helpers import batches, mlp, wrap
+from tests.integrations import EACH_METHOD
 from tests.integrations.huggingface import arguments, sentences, text_classifier
 from tests.integrations.lightning_modules import QUIET, Validated, network, quiet_trainer
 from tests.integrations.lightning_modules import loader as lightning_loader
@@ -30,25 +28,25 @@ STEPS = 101  # logged at 0, 50 and 100
 KEYS = ["dcl/alpha", "dcl/loss_scale", "dcl/penalty", "dcl/skipped", "dcl/step", "dcl/weight"]
 
 
-def block(heading: str) -> str:
+def block(heading):
     """The code of a section of the page."""
     (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     (code,) = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
     return code
 
 
-class Script(dict[str, Any]):
+class Script(dict):
     """The names that a block takes for granted. The first ``train`` does nothing, so that nan is logged."""
 
-    def __init__(self, kind: type = DCLOptimizer) -> None:
+    def __init__(self, kind=DCLOptimizer):
         torch.manual_seed(0)
         self.model = mlp()
         self.ours = kind(torch.optim.SGD(self.model.parameters(), lr=0.1), self.model)
-        self.logged: list[dict[str, float]] = []
+        self.logged = []
         loader = DataLoader(list(batches(STEPS)), batch_size=None)
         super().__init__(model=self.model, optimizer=self.ours, loader=loader, train=self.train)
 
-    def train(self, batch: Any) -> None:
+    def train(self, batch):
         if self.logged:
             x, y = batch
             self.ours.zero_grad()
@@ -56,14 +54,14 @@ class Script(dict[str, Any]):
             self.ours.step()
         self.logged.append(self.ours.logs(prefix="dcl/"))
 
-    def curve(self, key: str) -> list[tuple[int, float]]:
+    def curve(self, key):
         """What a logger has to have; TensorBoard keeps float32."""
         curve = [(step, self.logged[step][key]) for step in range(0, STEPS, 50)]
         return [(step, pytest.approx(value, rel=1e-6, nan_ok=True)) for step, value in curve]
 
 
 @pytest.fixture
-def script(tmp_path, monkeypatch) -> Script:
+def script(tmp_path, monkeypatch):
     """In a folder of its own, and without the network."""
     for name in ("DO_NOT_TRACK", "WANDB_SILENT"):
         monkeypatch.setenv(name, "true")
@@ -73,7 +71,7 @@ def script(tmp_path, monkeypatch) -> Script:
     return Script()
 
 
-def events(folder: str) -> dict[str, list[tuple[int, float]]]:
+def events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(folder).Reload()
@@ -90,7 +88,7 @@ def test_tensorboard(script):
 
 
 def test_norm_and_margin_of_prototypes_by_hand():
-    names: dict[str, Any] = {"optimizer": SimpleNamespace(prototypes=torch.tensor([[3.0, 4.0], [0.0, -6.0]]))}
+    names = {"optimizer": SimpleNamespace(prototypes=torch.tensor([[3.0, 4.0], [0.0, -6.0]]))}
     exec(block("DCP: norm and margin of the prototypes"), names)
     assert names["norm"] == pytest.approx(5.5)
     assert names["margin"] == pytest.approx(math.sqrt((1.0**2 + 6.0**2) / 2))
@@ -103,7 +101,7 @@ def test_weights_and_biases(script):
     assert wandb_history(path) == {key: script.curve(key) for key in KEYS}
 
 
-def wandb_history(path: Path) -> dict[str, list[tuple[int, float]]]:
+def wandb_history(path):
     """Read LevelDB's log format: 7 bytes, then blocks of 32 KiB with records of a checksum, a length and a type."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -128,9 +126,7 @@ def test_agreement():
         for module, weight in ((model, 0.0), (companion, 1.0)):
             module.weight.zero_()[1, 0] = weight
             module.bias.copy_(torch.tensor([0.5, 0.0, 0.0]))
-    optimizer = DCLOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, companion=companion, companion_fraction=1
-    )
+    optimizer = wrap(model, companion=companion)
     validation = [(torch.tensor([[0.0, 0.0], [0.2, 0.0]]), None), (torch.tensor([[0.4, 0.0], [0.6, 0.0]]), None)]
     names = {"torch": torch, "model": model, "optimizer": optimizer, "validation": validation}
     exec(block("DCL: agreement with the companion"), names)
@@ -141,21 +137,21 @@ def test_agreement():
 class Noting(Validated):
     """Keeps what the shell that Lightning hands out logs after each step."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs, batch, batch_idx):
         self.noted = [*getattr(self, "noted", []), self.optimizers().logs(prefix="dcl/")]
 
 
-def rows_of(folder: Path) -> list[dict[str, str]]:
+def rows_of(folder):
     with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("method", ["dcl", "dcp"])
+@EACH_METHOD
 def test_lightning(tmp_path, method):
     from lightning.pytorch.loggers import CSVLogger
 
     torch.manual_seed(0)
-    names: dict[str, Any] = {}
+    names = {}
     exec(block("Lightning"), names)
     module, data = Noting(method, network()), lightning_loader()
     logger = CSVLogger(tmp_path, name="", version="")
@@ -172,10 +168,10 @@ def test_lightning(tmp_path, method):
 class Noted(TrainerCallback):
     """Keeps what the optimizer logs after each step."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer):
         self.seen, self._optimizer = [optimizer.logs(prefix="dcl/")], optimizer
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *args, **kwargs):
         self.seen.append(self._optimizer.logs(prefix="dcl/"))
 
 
@@ -183,7 +179,7 @@ class Noted(TrainerCallback):
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 def test_trainer(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    names: dict[str, Any] = {}
+    names = {}
     exec(block("transformers' Trainer"), names)
     model = text_classifier()
     optimizer = kind(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)

@@ -1,10 +1,7 @@
 """Every optimizer of pytorch_optimizer and timm as the base: it trains as alone, or says why it cannot."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import pytorch_optimizer
@@ -12,10 +9,21 @@ import timm.optim
 import torch
 import torch.nn.functional as F
 from pytorch_optimizer.base.exception import NoClosureError
-from torch import Tensor, nn
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import assert_same, batches, cells, mlp, sgd, through_a_file, train
+from tests.helpers import (
+    assert_same,
+    assert_same_networks,
+    batches,
+    cells,
+    fit,
+    matrices_and_others,
+    mlp,
+    sgd,
+    through_a_file,
+    train,
+    wrap,
+)
+from tests.integrations import in_training_mode
 from tests.reference import train_by_hand
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum':UserWarning:timm")
@@ -54,13 +62,12 @@ REPRESENTATIVES = (
 
 STEPS = {"adashift": 30}  # it waits for gradients of ten steps, twice; the others 14
 
-SETTINGS: dict[str, Any] = {"weight": 0.3, "alpha": 0.6}
+SETTINGS = {"weight": 0.3, "alpha": 0.6}
 
 
-def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def build(name, model):
     optimizer_class = pytorch_optimizer.load_optimizer(name)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    matrices, others = matrices_and_others(model)
     if name in WITH_TWO_KINDS_OF_GROUPS:
         groups = [{"params": matrices, "use_muon": True}, {"params": others, "use_muon": False}]
         return optimizer_class(groups)
@@ -73,18 +80,12 @@ def build(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return optimizer_class(model.parameters())
 
 
-def in_training_mode(optimizer: Any) -> Any:
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    return optimizer
-
-
-def is_moved(network: nn.Module, by: float = 0.0) -> bool:
+def is_moved(network, by=0.0):
     first = dict(mlp(dtype=next(network.parameters()).dtype).named_parameters())
     return all((p - first[name]).abs().max() > by for name, p in network.named_parameters() if p.ndim == 2)
 
 
-def assert_trained_alike(first: tuple[nn.Module, Any], second: tuple[nn.Module, Any], steps: int) -> None:
+def assert_trained_alike(first, second, steps):
     """Train two models by their optimizers, from the same random draws, and compare them bit for bit."""
     for model, optimizer in (first, second):
         torch.manual_seed(7)
@@ -93,18 +94,18 @@ def assert_trained_alike(first: tuple[nn.Module, Any], second: tuple[nn.Module, 
 
 
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
-def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name: str) -> None:
+def test_with_weight_zero_the_run_is_the_base_optimizers_bit_for_bit(name):
     plain, model = mlp(dtype=torch.float32), mlp(dtype=torch.float32)
     base = in_training_mode(build(name, plain))
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, weight=0.0, companion_fraction=1))
+    optimizer = in_training_mode(wrap(model, build(name, model), weight=0.0))
     assert_trained_alike((plain, base), (model, optimizer), steps=12)
     assert is_moved(plain)
 
 
 @pytest.mark.parametrize("name", cells(REPRODUCIBLE, *(name for name in REPRESENTATIVES if name in REPRODUCIBLE)))
-def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> None:
+def test_both_networks_train_as_two_optimizers_built_by_hand_do(name):
     model, data = mlp(), list(batches(STEPS.get(name, 14)))
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS, companion_fraction=1))
+    optimizer = in_training_mode(wrap(model, build(name, model), **SETTINGS))
     hand = train_by_hand(mlp(), lambda network: in_training_mode(build(name, network)), data, **SETTINGS)
     train(model, optimizer, data)
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
@@ -112,74 +113,50 @@ def test_both_networks_train_as_two_optimizers_built_by_hand_do(name: str) -> No
 
 
 @pytest.mark.parametrize("name", cells(SERVED, *REPRESENTATIVES))
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name):
     model, data = mlp(dtype=torch.float32), list(batches(STEPS.get(name, 14), dtype=torch.float32))
     resumed = copy.deepcopy(model)
-    optimizer = in_training_mode(DCLOptimizer(build(name, model), model, **SETTINGS, companion_fraction=1))
+    optimizer = in_training_mode(wrap(model, build(name, model), **SETTINGS))
     torch.manual_seed(7)
     train(model, optimizer, data[:8])
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
     state = through_a_file(state, weights_only=name not in STATE_OF_OTHER_TYPES)
     train(model, optimizer, data[8:])
 
-    second = DCLOptimizer(build(name, resumed), resumed, **SETTINGS, companion_fraction=1)
+    second = wrap(resumed, build(name, resumed), **SETTINGS)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["random"])
-    train(resumed, second, data[8:])
-    assert_same(model, resumed)
-    assert_same(optimizer.companion, second.companion)
+    fit(second, data[8:])
+    assert_same_networks(optimizer, second)
     assert is_moved(second.companion)
 
 
-@pytest.mark.parametrize("name", sorted(DIVIDE_BY_THEIR_FIRST_GRADIENT))
-def test_a_base_that_divides_by_its_first_gradient_works_beside_another_companion_optimizer(
-    name: str,
-) -> None:
-    """Its copy would throw the companion away: a copy of the model begins with a zero."""
-    plain, model = mlp(), mlp()
-    second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
-    optimizer = DCLOptimizer(build(name, model), model, companion_optimizer=second, weight=0.0, companion_fraction=1)
-    train(plain, build(name, plain), batches(25))
-    train(model, optimizer, batches(25))
-    assert_same(plain, model)
-    assert is_moved(optimizer.companion)
-
-
-def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_from_that() -> None:
+def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_from_that():
     model, make = mlp(), partial(pytorch_optimizer.AdamMini, lr=0.01)
-    optimizer = DCLOptimizer(make(model), model, **SETTINGS, companion_fraction=1)
-    train(model, optimizer, batches(14))
+    optimizer = wrap(model, make(model), **SETTINGS)
+    fit(optimizer, batches(14))
     hand = train_by_hand(mlp(), make, batches(14), **SETTINGS)
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
     assert is_moved(optimizer.companion)
 
 
-def step_with_its_loss(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    optimizer.step(lambda: float(loss))
+def test_a_base_that_steps_with_a_closure_only_is_refused_with_the_fix():
+    model = mlp()
+    optimizer = wrap(model, pytorch_optimizer.AliG(model.parameters(), max_lr=0.1))
 
+    def step():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step(lambda: float(loss))
 
-def test_a_base_that_steps_with_a_closure_only_is_refused_and_works_beside_another_companion_optimizer() -> None:
-    refused, plain, model = mlp(), mlp(), mlp()
-    base, wrapped = (pytorch_optimizer.AliG(network.parameters(), max_lr=0.1) for network in (plain, model))
-    optimizer = DCLOptimizer(
-        pytorch_optimizer.AliG(refused.parameters(), max_lr=0.1), refused, weight=1.0, companion_fraction=1
-    )
-    step_with_its_loss(refused, optimizer, *next(batches(1)))
+    ((x, y),) = batches(1)
+    step()
     with pytest.raises(NoClosureError, match=r"AliG requires closure") as caught:
-        step_with_its_loss(refused, optimizer, *next(batches(1)))
+        step()
     if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
         assert "pass companion_optimizer=" in caught.value.__notes__[0]
-    second = lambda weights: torch.optim.SGD(weights, lr=0.5)  # noqa: E731
-    optimizer = DCLOptimizer(wrapped, model, weight=0.0, companion_optimizer=second, companion_fraction=1)
-    for x, y in batches(3):
-        step_with_its_loss(plain, base, x, y)
-        step_with_its_loss(model, optimizer, x, y)
-    assert_same(plain, model)
-    assert is_moved(optimizer.companion)
 
 
 WRAPPERS = {
@@ -197,27 +174,21 @@ WAYS += [(name, "made by the script") for name in WRAPPERS if name != "PCGrad"]
 
 
 @pytest.mark.parametrize(("name", "way"), WAYS)
-def test_a_wrapper_of_an_optimizer_trains_both_networks(name: str, way: str) -> None:
-    def make(weights: Any) -> torch.optim.Optimizer:
+def test_a_wrapper_of_an_optimizer_trains_both_networks(name, way):
+    def make(weights):
         return WRAPPERS[name](torch.optim.SGD(weights, lr=0.1))
 
     model, data = mlp(), list(batches(14))  # past the slow weights' first two updates
-    optimizer = DCLOptimizer(
-        make(model.parameters()),
-        model,
-        weight=0.3,
-        companion_optimizer=None if way == "copied" else make,
-        companion_fraction=1,
-    )
-    train(model, optimizer, data)
+    optimizer = wrap(model, make(model.parameters()), weight=0.3, companion_optimizer=None if way == "copied" else make)
+    fit(optimizer, data)
     hand = train_by_hand(mlp(), lambda network: make(network.parameters()), data, weight=0.3)
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
 
 
 @pytest.mark.parametrize("lookahead", [timm.optim.Lookahead, pytorch_optimizer.Lookahead])
-def test_lookahead_may_wrap_the_dcl_optimizer(lookahead: Any) -> None:
+def test_lookahead_may_wrap_the_dcl_optimizer(lookahead):
     theirs, model = mlp(), mlp()
-    inner = DCLOptimizer(sgd(model), model, weight=0.3, companion_fraction=1)
+    inner = wrap(model, weight=0.3)
     train(model, lookahead(inner, k=3), batches(7))
     hand = train_by_hand(
         theirs,

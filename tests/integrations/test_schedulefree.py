@@ -1,24 +1,30 @@
 """Schedule-Free optimizers: train() and eval() through the wrapper move both networks between y and x."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import schedulefree
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, through_a_file, train
+from tests.helpers import (
+    CLASSES,
+    assert_same,
+    assert_same_networks,
+    batch_norm_net,
+    batches,
+    fit,
+    mlp,
+    sgd,
+    through_a_file,
+)
 from tests.reference import assert_same_training, by_hand, dcl_step, dcp_step, train_by_closures, wrap
 
 WEIGHT = 0.4
-SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
+SETTINGS = {
     "sgd": (schedulefree.SGDScheduleFree, {"lr": 0.3, "warmup_steps": 3, "weight_decay": 1e-3}),
     "sgd, one by one": (schedulefree.SGDScheduleFree, {"lr": 0.3, "foreach": False}),
     "adamw": (schedulefree.AdamWScheduleFree, {"lr": 0.02, "warmup_steps": 4, "weight_decay": 1e-2, "r": 1.0}),
@@ -29,19 +35,19 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
 PER_NAME = pytest.mark.parametrize("name", SETTINGS)
 
 
-def make(name: str, parameters: Any) -> Any:
+def make(name, parameters):
     optimizer_class, options = SETTINGS[name]
     return optimizer_class(parameters, **options)
 
 
-def switch(mode: str, *optimizers: Any) -> None:
+def switch(mode, *optimizers):
     for optimizer in optimizers:
         getattr(optimizer, mode)()
 
 
 @PER_NAME
 @pytest.mark.parametrize("network", [mlp, batch_norm_net])
-def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name: str, network: Any) -> None:
+def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name, network):
     """With an evaluation in the middle, and another learning rate afterwards."""
     hand, model = network(), network()
     companion = copy.deepcopy(hand)
@@ -53,57 +59,53 @@ def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name
         switch("train", base, second, optimizer)
         for x, y in part:
             dcl_step(hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
-        train(model, optimizer, part)
-        assert_same(hand, model, atol=1e-8)
-        assert_same(companion, optimizer.companion, atol=1e-8)
+        fit(optimizer, part)
+        assert_same((hand, companion), (model, optimizer.companion), atol=1e-8)
         at_y = copy.deepcopy(optimizer.companion)
         switch("eval", base, second, optimizer)
-        assert_same(hand, model, atol=1e-8)
-        assert_same(companion, optimizer.companion, atol=1e-8)
+        assert_same((hand, companion), (model, optimizer.companion), atol=1e-8)
     assert not torch.equal(at_y[0].weight, optimizer.companion[0].weight)
 
 
 @PER_NAME
-def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_bit_for_bit(name: str) -> None:
+def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_bit_for_bit(name):
     model, resumed, data = mlp(), mlp(seed=5), list(batches(8))
     optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT, companion_fraction=1)
     optimizer.train()
-    train(model, optimizer, data[:4])
+    fit(optimizer, data[:4])
     optimizer.eval()
     state = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     optimizer.train()
-    train(model, optimizer, data[4:])
+    fit(optimizer, data[4:])
 
     second = DCLOptimizer(make(name, resumed.parameters()), resumed, weight=WEIGHT, companion_fraction=1)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     second.train()
-    train(resumed, second, data[4:])
-    assert_same(model, resumed)
-    assert_same(optimizer.companion, second.companion)
-    assert_same(optimizer.companion_optimizer.state_dict(), second.companion_optimizer.state_dict())
+    fit(second, data[4:])
+    assert_same_networks(optimizer, second)
 
 
 @PER_NAME
-def test_prototypes_beside_a_schedule_free_optimizer_are_as_written_out(name: str) -> None:
+def test_prototypes_beside_a_schedule_free_optimizer_are_as_written_out(name):
     hand, model = mlp(), mlp()
     base = make(name, hand.parameters())
-    optimizer: Any = DCPOptimizer(make(name, model.parameters()), model, weight=1.0, alpha=0.6)
-    prototypes: dict[int, Tensor] = {}
-    numbers: dict[int, float] = {}
+    optimizer = DCPOptimizer(make(name, model.parameters()), model, weight=1.0, alpha=0.6)
+    prototypes = {}
+    numbers = {}
     for x, y in batches(6):
         switch("train", base, optimizer)
         dcp_step(hand, prototypes, base, x, y, F.cross_entropy, mse, numbers=numbers)
-        train(model, optimizer, [(x, y)])
+        fit(optimizer, [(x, y)])
         switch("eval", base, optimizer)
     assert_same(hand, model, atol=1e-8)
     assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), atol=1e-8)
 
 
 @pytest.mark.parametrize("wrapper", [schedulefree.ScheduleFreeWrapper, schedulefree.ScheduleFreeWrapperReference])
-def test_schedulefrees_wrapper_is_no_optimizer_and_is_refused(wrapper: Any) -> None:
+def test_schedulefrees_wrapper_is_no_optimizer_and_is_refused(wrapper):
     model = mlp()
-    base = wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    base = wrapper(sgd(model))
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer instance, got ScheduleFreeWrapper"):
         DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
 
@@ -116,7 +118,7 @@ CLOSURES = {
 
 
 @pytest.mark.parametrize("name", CLOSURES)
-def test_a_variant_that_steps_with_a_closure_only_regularizes_the_gradient_at_y_by_the_mend(name: str) -> None:
+def test_a_variant_that_steps_with_a_closure_only_regularizes_the_gradient_at_y_by_the_mend(name):
     kind, lr = CLOSURES[name]
     hand, model = mlp(), mlp()
     with pytest.raises(ValueError, match=r"steps with a closure only.*pass\s+companion_optimizer="):

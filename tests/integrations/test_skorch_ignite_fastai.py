@@ -1,16 +1,12 @@
 """skorch, ignite and fastai train as the loop by hand, with the recipes of docs/frameworks.md."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from ignite.engine import Engine, create_supervised_trainer
 from skorch import NeuralNetClassifier
-from torch import Tensor, nn
+from torch import nn
 
 from tests.helpers import batches, dropout_net, mlp, sgd
 from tests.reference import CLOSE, EACH, assert_same_training, by_hand, term_of, train, wrap
@@ -21,15 +17,15 @@ WAYS = pytest.mark.parametrize(("way", "loss"), [("line", F.cross_entropy), ("te
 
 
 class Criterion(nn.Module):
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss):
         super().__init__()
         self.loss = loss
 
-    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+    def forward(self, z, y):
         return self.loss(z, y)
 
 
-def trained_by_hand(variant: str, loss: Any, network: Any = dropout_net) -> Any:
+def trained_by_hand(variant, loss, network=dropout_net):
     hand = by_hand(variant, network())
     torch.manual_seed(3)
     return train(hand, DATA * EPOCHS, loss=loss)
@@ -37,14 +33,14 @@ def trained_by_hand(variant: str, loss: Any, network: Any = dropout_net) -> Any:
 
 @WAYS
 @EACH
-def test_skorch(variant: str, way: str, loss: Any) -> None:
+def test_skorch(variant, way, loss):
     class Net(NeuralNetClassifier):
-        def initialize_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        def initialize_optimizer(self, *args, **kwargs):
             super().initialize_optimizer(*args, **kwargs)
             self.optimizer_ = wrap(variant, self.module_, self.optimizer_)
             return self
 
-        def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> Any:
+        def get_loss(self, y_pred, y_true, *args, **kwargs):
             plain = super().get_loss(y_pred, y_true, *args, **kwargs)
             return plain + term_of(self.optimizer_, way)(y_pred, y_true)
 
@@ -70,10 +66,10 @@ def test_skorch(variant: str, way: str, loss: Any) -> None:
 
 @WAYS
 @EACH
-def test_ignite(variant: str, way: str, loss: Any) -> None:
+def test_ignite(variant, way, loss):
     optimizer = wrap(variant, dropout_net())
 
-    def update(engine: Any, batch: Any) -> float:
+    def update(engine, batch):
         x, y = batch
         optimizer.zero_grad()
         z = optimizer.model(x)
@@ -92,7 +88,7 @@ def test_ignite(variant: str, way: str, loss: Any) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch", "ignore::DeprecationWarning")
 @WAYS
 @EACH
-def test_fastai(variant: str, way: str, loss: Any) -> None:
+def test_fastai(variant, way, loss):
     """fastai brings spaCy and pandas, so the group dev leaves it out: ``pip install fastai`` runs these tests."""
     pytest.importorskip("fastai")
     from fastai.data.core import DataLoaders
@@ -104,13 +100,13 @@ def test_fastai(variant: str, way: str, loss: Any) -> None:
     (group,) = sgd(model).param_groups
     options = {name: group[name] for name in ("momentum", "weight_decay")}
 
-    def opt_func(parameters: Any, lr: float) -> Any:
-        def build(groups: Any, **settings: Any) -> Any:
+    def opt_func(parameters, lr):
+        def build(groups, **settings):
             return wrap(variant, model, torch.optim.SGD(groups, **settings, **options))
 
         return OptimWrapper(parameters, build, lr=lr)
 
-    def total(z: Tensor, y: Tensor) -> Tensor:
+    def total(z, y):
         return loss(z, y) + term_of(learner.opt.opt, way)(z, y)
 
     loader = DataLoader(DATA, bs=None, num_workers=0)

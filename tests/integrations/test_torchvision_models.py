@@ -1,29 +1,21 @@
 """torchvision's models: one output, auxiliary ones beside it, dictionaries of dense logits, of losses."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from torch import Tensor, nn
-from torchvision.models import segmentation, video
+from torchvision.models import segmentation
 
-from dcl_optim import DCLOptimizer
 from dcl_optim.distances import mse
 from dcl_optim.layout import to_rows
-from tests.helpers import assert_same, cells, train
-from tests.reference import train_by_hand
+from tests.helpers import assert_same, fit, wrap
+from tests.reference import NEAR, train_by_hand
 
 CLASSES, WEIGHT, IGNORED = 4, 0.7, 255
-PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet18": (lambda: torchvision.models.resnet18(num_classes=CLASSES), (3, 32, 32)),
+PLAIN = {
     "mobilenet_v3_small": (lambda: torchvision.models.mobilenet_v3_small(num_classes=CLASSES), (3, 32, 32)),
-    "shufflenet": (lambda: torchvision.models.shufflenet_v2_x0_5(num_classes=CLASSES), (3, 32, 32)),
     "vit": (
         lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, dropout=0.1, num_classes=CLASSES),
         (3, 32, 32),
@@ -32,16 +24,15 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
         lambda: torchvision.models.SwinTransformer([4, 4], 8, [1, 1], [2, 2], [4, 4], num_classes=CLASSES),
         (3, 32, 32),
     ),
-    "video": (lambda: video.mc3_18(num_classes=CLASSES), (3, 2, 16, 16)),
 }
 
 
-def build(make: Callable[[], nn.Module]) -> nn.Module:
+def build(make):
     torch.manual_seed(0)
     return make().double()
 
 
-def batches(steps: int, shape: tuple[int, ...], size: int = 4, dense: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(steps, shape, size=4, dense=False):
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         x = torch.randn(size, *shape, generator=generator, dtype=torch.float64)
@@ -51,75 +42,64 @@ def batches(steps: int, shape: tuple[int, ...], size: int = 4, dense: bool = Fal
         yield x, labels
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
+def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
-@pytest.mark.parametrize("name", cells(PLAIN, "mobilenet_v3_small", "vit", "swin"))  # batch norm, dropout, random depth
-def test_a_classifier_trains_as_the_algorithm_written_out(name: str) -> None:
+@pytest.mark.parametrize("name", PLAIN)  # batch norm, dropout, random depth
+def test_a_classifier_trains_as_the_algorithm_written_out(name):
     make, shape = PLAIN[name]
     theirs, model = build(make), build(make)
-    optimizer = DCLOptimizer(sgd(model.parameters()), model, weight=WEIGHT, companion_fraction=1)
+    optimizer = wrap(model, sgd(model.parameters()), weight=WEIGHT)
     torch.manual_seed(5)
     hand = train_by_hand(theirs, lambda network: sgd(network.parameters()), batches(2, shape), weight=WEIGHT)
     torch.manual_seed(5)
-    train(model, optimizer, batches(2, shape))
+    fit(optimizer, batches(2, shape))
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
 
 
 # ---- auxiliary outputs -----------------------------------------------------------------------------------------------
 
 
-def deeplab() -> nn.Module:
+def deeplab():
     return segmentation.deeplabv3_mobilenet_v3_large(
         weights=None, weights_backbone=None, num_classes=CLASSES, aux_loss=True
     )
 
 
-def lraspp() -> nn.Module:
+def lraspp():
     return segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=CLASSES)
 
 
-def pixel_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def pixel_loss(logits, labels):
     return F.cross_entropy(logits, labels, ignore_index=IGNORED)
 
 
-def googlenet_loss(output: Any, y: Tensor) -> Tensor:
+def googlenet_loss(output, y):
     heads = (output.aux_logits1, output.aux_logits2)
     return F.cross_entropy(output.logits, y) + 0.3 * sum(F.cross_entropy(head, y) for head in heads)
 
 
-def inception_loss(output: Any, y: Tensor) -> Tensor:
-    return F.cross_entropy(output.logits, y) + 0.4 * F.cross_entropy(output.aux_logits, y)
-
-
-def segmentation_loss(output: Any, y: Tensor) -> Tensor:
+def segmentation_loss(output, y):
     loss = pixel_loss(output["out"], y)
     return loss + 0.5 * pixel_loss(output["aux"], y) if "aux" in output else loss
 
 
-# how to build it, the shape of an input, the batch, the script's loss, the main logits
-SEVERAL: dict[str, tuple[Any, ...]] = {
+# A named tuple, a dictionary of two, and of one: how to build it, the shape of an input, the loss, the main logits.
+SEVERAL = {
     "googlenet": (
         lambda: torchvision.models.googlenet(num_classes=CLASSES, aux_logits=True, init_weights=False),
         (3, 32, 32),
         googlenet_loss,
         lambda output: output.logits,
     ),
-    "inception_v3": (
-        lambda: torchvision.models.inception_v3(num_classes=CLASSES, aux_logits=True, init_weights=False),
-        (3, 299, 299),  # its auxiliary head takes no less
-        inception_loss,
-        lambda output: output.logits,
-    ),
     "deeplab": (deeplab, (3, 32, 32), segmentation_loss, lambda output: output["out"]),
     "lraspp": (lraspp, (3, 32, 32), segmentation_loss, lambda output: output["out"]),
 }
-CHEAP = ("googlenet", "deeplab", "lraspp")  # a named tuple, a dictionary of two, of one
 
 
-@pytest.mark.parametrize("name", cells(SEVERAL, *CHEAP))
-def test_the_penalty_is_on_the_main_logits_only(name: str) -> None:
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_penalty_is_on_the_main_logits_only(name):
     make, shape, loss_of, main = SEVERAL[name]
     model = build(make)
     by_hand, other = copy.deepcopy(model), copy.deepcopy(model)
@@ -127,9 +107,7 @@ def test_the_penalty_is_on_the_main_logits_only(name: str) -> None:
         for parameter in other.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
     second = copy.deepcopy(other)
-    optimizer = DCLOptimizer(
-        sgd(model.parameters()), model, weight=WEIGHT, alpha=0.6, companion=other, companion_fraction=1
-    )
+    optimizer = wrap(model, sgd(model.parameters()), weight=WEIGHT, alpha=0.6, companion=other)
     ((x, y),) = batches(1, shape, size=2, dense=name in ("deeplab", "lraspp"))
     z, c = seeded(by_hand, x), main(seeded(second, x))
     rows, targets = (to_rows(tensor) for tensor in (main(z), c))
@@ -143,15 +121,15 @@ def test_the_penalty_is_on_the_main_logits_only(name: str) -> None:
     learned = sgd(second.parameters())
     learned.step()
     optimizer.step()
-    assert_same(second, optimizer.companion, rtol=1e-9, atol=1e-12)
+    assert_same(second, optimizer.companion, **NEAR)
 
 
-def seeded(network: nn.Module, x: Tensor) -> Any:
+def seeded(network, x):
     torch.manual_seed(5)
     return network(x)
 
 
-def assert_gradients_agree(expected: nn.Module, found: nn.Module) -> None:
+def assert_gradients_agree(expected, found):
     total = torch.nn.utils.get_total_norm([p.grad for p in expected.parameters() if p.grad is not None])
     for theirs, ours in zip(expected.parameters(), found.parameters(), strict=True):
         assert (theirs.grad is None) == (ours.grad is None)

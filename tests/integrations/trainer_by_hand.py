@@ -1,20 +1,13 @@
 """What Trainer does, written out in plain PyTorch: its micro-batches, factors on the loss, clipping and schedule."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, default_data_collator, get_constant_schedule
 
 from tests.integrations import wrap
 from tests.integrations.huggingface import arguments
 
 Batch = dict[str, Tensor]
-Step = tuple[list[Batch], Tensor]  # the micro-batches of an update, and the random state that it starts from
 
 # Third parties' own: pinned memory without a GPU, and what transformers and peft say to each other.
 QUIET = (
@@ -27,47 +20,39 @@ QUIET = (
 class Tape(TrainerCallback):
     """Collates, and keeps each update's micro-batches and random state, so that a loop by hand can repeat them."""
 
-    def __init__(self, size: int = 4) -> None:
+    def __init__(self, size=4):
         self._size, self._fetched, self.steps = size, [], []
 
-    def __call__(self, rows: list[Batch]) -> Batch:
+    def __call__(self, rows):
         batch = default_data_collator(rows)
         if len(rows) == self._size:  # an evaluation's batches have another size
             self._fetched.append(batch)
         return dict(batch)
 
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, *args, **kwargs):
         self.steps.append(torch.get_rng_state())
 
-    def updates(self, parts: int, epoch: int) -> list[Step]:
+    def updates(self, parts, epoch):
         """An epoch's last update takes what is left."""
-        groups: list[list[Batch]] = []
+        groups = []
         for start in range(0, len(self._fetched), epoch):
             batches = self._fetched[start : start + epoch]
             groups += [batches[i : i + parts] for i in range(0, len(batches), parts)]
         return list(zip(groups, self.steps, strict=True))
 
 
-def sgd(model: nn.Module) -> Optimizer:
+def sgd(model):
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-def wrapped(method: str, model: nn.Module, **options: Any) -> Any:
+def wrapped(method, model, **options):
     return wrap(method, sgd(model), model, **options)
 
 
-def train(
-    folder: Any,
-    model: nn.Module,
-    optimizer: Any,
-    data: Any,
-    tape: Tape | None = None,
-    kind: type[Trainer] = Trainer,
-    **settings: Any,
-) -> Trainer:
+def train(folder, model, optimizer, data, tape=None, kind=Trainer, **settings):
     """A user's script: only ``optimizer`` is ours."""
     tape = tape or Tape()
-    resume, keywords = settings.pop("resume", None), settings.pop("trainer", {})
+    resume = settings.pop("resume", None)
     trainer = kind(
         model,
         arguments(folder, **settings),
@@ -75,41 +60,29 @@ def train(
         train_dataset=data,
         optimizers=(optimizer, None),
         callbacks=[tape],
-        **keywords,
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
-def items_of(batches: list[Batch]) -> Tensor:
+def items_of(batches):
     """Trainer's ``num_items_in_batch``: a language model's first word is not predicted."""
     labels = [batch["labels"] for batch in batches]
     return sum((part[..., 1:] if part.ndim > 1 else part).ne(-100).sum() for part in labels)
 
 
-def loss_inside(model: nn.Module, batch: Batch, items: Tensor) -> Tensor:
+def loss_inside(model, batch, items):
     return model(**batch, num_items_in_batch=items).loss
 
 
-def repeat(
-    model: nn.Module,
-    optimizer: Any,
-    updates: list[Step],
-    *,
-    loss_of: Callable[[nn.Module, Batch, Tensor], Tensor] = loss_inside,
-    clip: float | None = None,
-    scheduler: Any = None,
-    autocast: bool = False,
-) -> Any:
+def repeat(model, optimizer, updates, *, loss_of=loss_inside, clip=None, scheduler=None):
     """Trainer's loop around an optimizer of ours."""
     scheduler = scheduler or get_constant_schedule(optimizer)
     model.train()
     for batches, state in updates:
         torch.set_rng_state(state)
         for batch in batches:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-                loss = loss_of(model, batch, items_of(batches))
-            loss.backward()
+            loss_of(model, batch, items_of(batches)).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

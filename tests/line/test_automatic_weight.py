@@ -1,44 +1,40 @@
 """The automatic weight: the rule, the running mean that it follows, and its state; ranks are in test_prototypes."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import AutoWeight, DCLOptimizer, DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import assert_same, sgd
-from tests.reference import dcp_step
+from tests.reference import NEAR, dcp_step
 
 CLASSES, FEATURES, ROWS = 4, 6, 12
 KEY = "dcl_optim.DCPOptimizer"
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 RULE = AutoWeight(floor=0.05, power=2.0, classes=CLASSES)  # which moves in the first steps already
 
 
-def network(seed: int = 0) -> nn.Module:
+def network(seed=0):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES)).double()
 
 
-def batches(steps: int, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+def batches(steps, seed=1):
     """Rows that can be learned: the label is the highest of the first features."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(steps, ROWS, FEATURES, generator=generator, dtype=torch.float64)
     return list(zip(x, x[..., :CLASSES].argmax(-1), strict=True))
 
 
-def wrap(model: nn.Module, **options: Any) -> DCPOptimizer:
+def wrap(model, **options):
     return DCPOptimizer(sgd(model), model, **{"num_classes": CLASSES, "weight": RULE} | options)
 
 
-def trained(steps: int, accumulate: int = 1, **options: Any) -> tuple[nn.Module, DCPOptimizer]:
+def trained(steps, accumulate=1, **options):
     model = network()
     optimizer = wrap(model, **options)
     for x, y in batches(steps):
@@ -46,14 +42,14 @@ def trained(steps: int, accumulate: int = 1, **options: Any) -> tuple[nn.Module,
     return model, optimizer
 
 
-def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, accumulate: int = 1) -> None:
+def step(model, optimizer, x, y, accumulate=1):
     optimizer.zero_grad()
     for part, labels in zip(x.chunk(accumulate), y.chunk(accumulate), strict=True):
         (F.cross_entropy(model(part), labels) / accumulate).backward()
     optimizer.step()
 
 
-def fit_of(optimizer: DCPOptimizer) -> Tensor:
+def fit_of(optimizer):
     """The decayed numbers of rows that were predicted right, and that have a label."""
     return optimizer.state_dict()[KEY]["forecaster"]["fit"]
 
@@ -97,8 +93,8 @@ def test_training_equals_a_loop_by_hand(accumulate, update, rule):
         counted = numbers if update == "rows" else None
         dcp_step(theirs, prototypes, plain, x, y, F.cross_entropy, mse, weight=weight, alpha=0.97, numbers=counted)
     assert accuracy > 0.8
-    assert_same(model, theirs, **CLOSE)
-    assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), **CLOSE)
+    assert_same(model, theirs, **NEAR)
+    assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), **NEAR)
     assert_same(fit_of(optimizer), torch.tensor([right, labelled], dtype=torch.float64), rtol=1e-12)
     logs = optimizer.logs()
     assert logs["train_accuracy"] == pytest.approx(right / labelled, rel=1e-12)
@@ -145,12 +141,12 @@ def test_what_counts_as_right(labels, by_term, right, labelled):
     assert_same(fit_of(optimizer), expected, rtol=1e-12)
 
 
-def leave_out(model: nn.Module, optimizer: DCPOptimizer, x: Tensor, y: Tensor) -> None:
+def leave_out(model, optimizer, x, y):
     F.cross_entropy(model(x), y).backward()
     optimizer.zero_grad()
 
 
-def skip_by_scaler(model: nn.Module, optimizer: DCPOptimizer, x: Tensor, y: Tensor) -> None:
+def skip_by_scaler(model, optimizer, x, y):
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
     scaler.scale(F.cross_entropy(model(x), y)).backward()
     model[0].weight.grad.fill_(math.inf)
@@ -159,7 +155,7 @@ def skip_by_scaler(model: nn.Module, optimizer: DCPOptimizer, x: Tensor, y: Tens
     assert scaler.get_scale() == 8.0
 
 
-def step_on_nan(model: nn.Module, optimizer: DCPOptimizer, x: Tensor, y: Tensor) -> None:
+def step_on_nan(model, optimizer, x, y):
     (F.cross_entropy(model(x), y) * math.nan).backward()
     for parameter in model.parameters():
         parameter.grad = None

@@ -1,19 +1,14 @@
 """The gradient of the logits: which backward passes carry the penalty, how often, and which are left alone."""
 
-from __future__ import annotations
-
 import copy
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from dcl_optim import DCLOptimizer
 from tests.helpers import (
     FEATURES,
     assert_same,
@@ -21,16 +16,14 @@ from tests.helpers import (
     batch_norm_net,
     batches,
     dropout_net,
+    fit,
     mlp,
     one,
-    train,
 )
-from tests.reference import VARIANTS, WEIGHT, term_of, wrap
-
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+from tests.reference import CLOSE, EACH, NEAR, WEIGHT, assert_same_training, term_of, wrap
 
 
-def model_and_other_companion() -> tuple[nn.Sequential, DCLOptimizer]:
+def model_and_other_companion():
     """A model and a companion that differ, so that the first batch has a penalty."""
     model = mlp()
     return model, wrap("dcl", model, companion=mlp(seed=1))
@@ -64,13 +57,13 @@ def test_gradients_inside_the_loss_are_left_alone():
     plain = mlp()
     z_plain = plain(x)
     (expected,) = torch.autograd.grad(F.cross_entropy(z_plain, y), x, create_graph=True)
-    assert_same(inner.detach(), expected.detach(), rtol=1e-12, atol=1e-14)
+    assert_same(inner.detach(), expected.detach(), **CLOSE)
     assert math.isnan(optimizer.logs()["penalty"])
     (F.cross_entropy(z, y) + inner.square().sum() + optimizer.penalty(z)).backward()
     assert optimizer.logs()["penalty"] > 0
     c = mlp(seed=1)(x).detach()
     (F.cross_entropy(z_plain, y) + expected.square().sum() + WEIGHT * F.mse_loss(z_plain, c)).backward()
-    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], **CLOSE)
+    assert_same([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], **NEAR)
 
 
 @pytest.mark.guard
@@ -109,7 +102,7 @@ def test_a_model_that_is_frozen_for_now_adds_nothing_to_what_comes_through_it():
     backward(alone, expected(z), y)
     assert torch.equal(generator.weight.grad, expected.weight.grad)
     assert_same(optimizer.companion, companion)
-    train(discriminator, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["step"] == 1
 
 
@@ -124,8 +117,8 @@ def test_in_place_edits_of_the_logits_do_not_reach_what_is_kept():
             z = z.add_(1.0) if in_place else z + 1.0  # which the probabilities do not show
             F.cross_entropy(z, y).backward()
             optimizer.step()
-        results.append((model.state_dict(), optimizer.companion.state_dict()))
-    assert_same(*results)
+        results.append(optimizer)
+    assert_same_training(*results)
 
 
 @pytest.mark.guard
@@ -137,11 +130,11 @@ def test_logits_that_were_edited_in_place_are_not_those_that_the_model_returned(
         optimizer.penalty(z)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_backward_after_detach_has_no_penalty(variant):
     model = mlp()
     optimizer = wrap(variant, model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     alone = copy.deepcopy(model)
     loss = F.cross_entropy(model(one()[0]), one()[1])
     optimizer.detach()
@@ -155,20 +148,20 @@ def test_a_backward_after_detach_has_no_penalty(variant):
 # ---- gradients that the script asks for ------------------------------------------------------------------------------
 
 
-def asks_for_the_head(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+def asks_for_the_head(loss, z, model, optimizer):
     torch.autograd.grad(loss, model[-1].weight, retain_graph=True)
 
 
-def asks_for_logits(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+def asks_for_logits(loss, z, model, optimizer):
     torch.autograd.grad(7 * loss, z, retain_graph=True)
 
 
-def asks_twice(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+def asks_twice(loss, z, model, optimizer):
     asks_for_logits(loss, z, model, optimizer)
     asks_for_the_head(loss, z, model, optimizer)
 
 
-def clears_after_asking(loss: Tensor, z: Tensor, model: nn.Sequential, optimizer: Any) -> None:
+def clears_after_asking(loss, z, model, optimizer):
     asks_for_the_head(loss, z, model, optimizer)
     optimizer.zero_grad()
 
@@ -205,23 +198,23 @@ def test_training_is_the_same_whether_or_not_gradients_were_asked_for_before(bui
 # ---- gradients that reach no parameter: attacks ----------------------------------------------------------------------
 
 
-def by_grad(loss: Tensor, x: Tensor) -> Tensor:
+def by_grad(loss, x):
     return torch.autograd.grad(loss, x)[0]
 
 
-def by_inputs(loss: Tensor, x: Tensor) -> Tensor:
+def by_inputs(loss, x):
     loss.backward(inputs=[x])
     assert x.grad is not None
     return x.grad
 
 
-def by_frozen(loss: Tensor, x: Tensor) -> Tensor:
+def by_frozen(loss, x):
     loss.backward()
     assert x.grad is not None
     return x.grad
 
 
-def attacked(model: nn.Module, x: Tensor, y: Tensor, how: Callable[[Tensor, Tensor], Tensor], steps: int = 2) -> Tensor:
+def attacked(model, x, y, how, steps=2):
     """Projected gradient descent on the inputs, through the model as it trains."""
     trained, batch = [p for p in model.parameters() if p.requires_grad], x
     for _ in range(steps):
@@ -255,10 +248,10 @@ def test_an_attack_sees_the_scripts_loss_and_is_not_learned_from(variant, way, w
         optimizer = wrap(variant, model)
         for x, y in batches(4):
 
-            def attack(x: Tensor = x, y: Tensor = y) -> Tensor:
+            def attack(x=x, y=y):
                 return attacked(model if on_model else copy.deepcopy(model), x, y, how)  # noqa: B023
 
-            def learn(x: Tensor, y: Tensor = y) -> None:
+            def learn(x, y=y):
                 z = model(x)  # noqa: B023
                 (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)).backward()  # noqa: B023
 
@@ -276,7 +269,7 @@ def test_an_attack_sees_the_scripts_loss_and_is_not_learned_from(variant, way, w
     assert_same(*found)
 
 
-def adversarial_direction(model: nn.Module, x: Tensor, how: str) -> Tensor:
+def adversarial_direction(model, x, how):
     """That of virtual adversarial training, by a divergence that the line cannot read."""
     model.train(how != "in evaluation mode")
     clean = F.softmax(model(x).detach(), 1)
@@ -292,7 +285,7 @@ def adversarial_direction(model: nn.Module, x: Tensor, how: str) -> Tensor:
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_an_attack_by_backward_that_cannot_be_read_is_refused_and_two_ways_work(variant):
     found = []
     for how in ("by autograd.grad", "in evaluation mode", "by backward"):
@@ -317,25 +310,25 @@ class Converting(nn.Module):
     So do models under accelerate's mixed precision: bfloat16 inside, ``.float()`` at the end.
     """
 
-    def __init__(self, inside: torch.dtype, outside: torch.dtype, seed: int = 0) -> None:
+    def __init__(self, inside, outside, seed=0):
         super().__init__()
         self.body, self._outside = mlp(seed, dtype=inside), outside
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, x, labels=None):
         logits = self.body(x)
         found = {"logits": logits.to(self._outside)}
         return found if labels is None else found | {"loss": F.cross_entropy(logits, labels)}
 
 
-def loss_of_converted(optimizer: Any, model: Converting, x: Tensor, y: Tensor) -> Tensor:
+def loss_of_converted(optimizer, model, x, y):
     return F.cross_entropy(model(x)["logits"], y)
 
 
-def loss_of_the_model(optimizer: Any, model: Converting, x: Tensor, y: Tensor) -> Tensor:
+def loss_of_the_model(optimizer, model, x, y):
     return model(x, labels=y)["loss"]
 
 
-def loss_with_term(optimizer: Any, model: Converting, x: Tensor, y: Tensor) -> Tensor:
+def loss_with_term(optimizer, model, x, y):
     output = model(x, labels=y)
     return output["loss"] + term_of(optimizer)(output["logits"], y)
 
@@ -346,7 +339,7 @@ def loss_with_term(optimizer: Any, model: Converting, x: Tensor, y: Tensor) -> T
     [(torch.float32, torch.float64, 1e-5), (torch.bfloat16, torch.float32, 3e-2)],
     ids=["float32 to float64", "bfloat16 to float32"],
 )
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_gradient_query_and_the_backward_after_it_each_have_the_penalty_once(
     variant, inside, outside, tolerance, loss_of
 ):

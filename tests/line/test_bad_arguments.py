@@ -1,7 +1,5 @@
 """Every bad argument is a clear error: its name, its value, the fix, and nothing has changed."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, assert_same, batches, mlp, one, sgd, train
+from tests.helpers import CLASSES, assert_same, batches, fit, mlp, one, sgd, wrap
 
 NAN = float("nan")
 
@@ -93,42 +91,38 @@ def test_arguments(kind, options, error, message):
     ("build", "error", "message"),
     [
         (
-            lambda m: DCLOptimizer(sgd(m), nn.Linear(3, 3), companion_fraction=1),
+            lambda m: DCLOptimizer(sgd(m), nn.Linear(3, 3)),
             ValueError,
             r"model shares no parameters with base_optimizer",
         ),
         (
-            lambda m: DCLOptimizer(sgd(m), F.relu, companion_fraction=1),
+            lambda m: DCLOptimizer(sgd(m), F.relu),
             TypeError,
             r"model must be a torch.nn.Module, got function",
         ),
         (
-            lambda m: DCLOptimizer(torch.optim.SGD, m, companion_fraction=1),
+            lambda m: DCLOptimizer(torch.optim.SGD, m),
             TypeError,
             r"base_optimizer must be a torch.optim.Optimizer insta",
         ),
         (lambda m: DCPOptimizer(sgd(m), m, 1.0), TypeError, r"takes 3 positional arguments but 4 were given"),
         (
-            lambda m: DCLOptimizer(sgd(m), m, companion=m, companion_fraction=1),
+            lambda m: DCLOptimizer(sgd(m), m, companion=m),
             ValueError,
             r"companion shares trained parameters with the",
         ),
         (
-            lambda m: DCLOptimizer(sgd(m), m, companion=nn.ReLU(), companion_fraction=1),
+            lambda m: DCLOptimizer(sgd(m), m, companion=nn.ReLU()),
             ValueError,
             r"companion has no parameter to train",
         ),
         (
-            lambda m: (
-                DCLOptimizer(
-                    sgd(m), m, companion_optimizer=lambda parameters: None, companion_fraction=1
-                ).companion_optimizer
-            ),
+            lambda m: DCLOptimizer(sgd(m), m, companion_optimizer=lambda parameters: None).companion_optimizer,
             TypeError,
             r"companion_optimizer must build an optimizer, but returned None",
         ),
         (
-            lambda m: DCLOptimizer(DCLOptimizer(sgd(m), m, companion_fraction=1), m, companion_fraction=1),
+            lambda m: DCLOptimizer(DCLOptimizer(sgd(m), m), m),
             TypeError,
             r"is a DCLOptimizer itself; wrap its base, optimizer.base",
         ),
@@ -153,9 +147,9 @@ def test_model_and_base(build, error, message):
 )
 def test_schedules_that_leave_their_range(options, error, message):
     model = mlp()
-    optimizer = DCLOptimizer(sgd(model), model, **{"weight": 1.0, "companion_fraction": 1} | options)
+    optimizer = wrap(model, **options)
     data = list(batches(3))
-    train(model, optimizer, data[:2])
+    fit(optimizer, data[:2])
     before = copy.deepcopy((model.state_dict(), optimizer.companion.state_dict()))
     optimizer.zero_grad()
     loss = F.cross_entropy(model(data[2][0]), data[2][1])

@@ -1,22 +1,20 @@
 """Bases that are refused: differential privacy."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import batches, mlp, sgd
+from tests.reference import EACH, wrap
 
 
-@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
-def test_private_training_is_refused(kind):
+@EACH
+def test_private_training_is_refused(variant):
     model = mlp()
     for parameter in model.parameters():
         parameter.grad_sample = None  # as opacus' GradSampleModule marks them
     with pytest.raises(ValueError, match=r"per-sample gradients .* opacus.*privacy accounting would not hold"):
-        kind(sgd(model), model)
+        wrap(variant, model)
 
 
 @pytest.mark.integration
@@ -40,4 +38,4 @@ def test_opacus_is_refused(mode):
     for inner in (private, model):
         for outer in (optimizer, base):
             with pytest.raises(ValueError, match="opacus"):
-                DCLOptimizer(outer, inner, companion_fraction=1)
+                wrap("dcl", inner, outer)

@@ -1,33 +1,29 @@
 """The hooks on the model: which calls they see, and what copies, pickles, traces and exports have of them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io
-import pickle
 import sys
 
 import pytest
 import torch
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCPOptimizer
 from dcl_optim.pytorch.hooks import Hook, _do_nothing
 from tests.helpers import (
     Network,
     assert_same,
     backward,
     batches,
+    fit,
     one,
     sgd,
     through_a_file,
-    train,
+    through_pickle,
     training_forwards,
 )
-
-KINDS = [DCLOptimizer, DCPOptimizer]
-
+from tests.reference import EACH, NEAR, wrap
 
 # ---- nn.DataParallel around the model --------------------------------------------------------------------------------
 
@@ -44,14 +40,14 @@ def replicas(monkeypatch):
     return lambda model: nn.parallel.replicate(model, [0, 1])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@EACH
 @pytest.mark.guard
-def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, kind):
+def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, variant):
     """One of them got the penalty, at random: the others' forward passes were lost."""
     model = Network()
-    optimizer = kind(sgd(model), model)
+    optimizer = wrap(variant, model)
     x, y = one()
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     before = copy.deepcopy(optimizer.state_dict())
     first, second = replicas(model)
     for replica in (first, second):
@@ -60,11 +56,11 @@ def test_replicas_of_the_model_are_refused_before_anything_changes(replicas, kin
     with torch.no_grad():
         assert_same(second(x), model(x))  # an evaluation is none of our business
     assert_same(optimizer.state_dict(), before)
-    train(model, optimizer, [(x, y)])
+    fit(optimizer, [(x, y)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_replicas_inside_the_wrapped_model_are_trained(replicas, kind):
+@EACH
+def test_replicas_inside_the_wrapped_model_are_trained(replicas, variant):
     """As nn.DataParallel's, if that is what was wrapped: equal to the model alone."""
 
     class Parallel(Network):
@@ -73,10 +69,10 @@ def test_replicas_inside_the_wrapped_model_are_trained(replicas, kind):
 
     models = [Parallel(), Network()]
     for model in models:
-        optimizer = kind(sgd(model), model, weight=1.0)
-        train(model, optimizer, batches(5))
+        optimizer = wrap(variant, model, weight=1.0)
+        fit(optimizer, batches(5))
         assert optimizer.logs()["penalty"] > 0
-    assert_same(*models, rtol=1e-9, atol=1e-12)
+    assert_same(*models, **NEAR)
 
 
 # ---- copies and pickles of a wrapped module --------------------------------------------------------------------------
@@ -92,7 +88,7 @@ def by_default(module):
 COPIES = {
     "torch.save": functools.partial(through_a_file, weights_only=False),
     "torch.save, weights only": by_default,
-    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "pickle": through_pickle,
     "deepcopy": copy.deepcopy,
 }
 
@@ -121,7 +117,7 @@ def test_the_hooks_in_a_copy_of_a_wrapped_module_do_nothing_and_those_of_the_scr
     before = model.register_forward_hook(doubled)
     optimizer = DCPOptimizer(sgd(model), model)
     after = model.register_forward_hook(unchanged, always_call=True)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     forwards = training_forwards(optimizer)
     copied, x = COPIES[form](model), one()[0]
     assert_same(copied, model)
@@ -132,11 +128,11 @@ def test_the_hooks_in_a_copy_of_a_wrapped_module_do_nothing_and_those_of_the_scr
     copied.load_state_dict(copied.state_dict())
     assert repr(optimizer.logs()) == logs
     assert forwards == []
-    train(model, optimizer, batches(1, seed=2))  # the original goes on
+    fit(optimizer, batches(1, seed=2))  # the original goes on
     assert len(forwards) == 1
     again = DCPOptimizer(sgd(copied), copied, weight=1.0)
     assert sum(isinstance(hook, Hook) for hook in ours(copied)) == 2
-    train(copied, again, batches(2))
+    fit(again, batches(2))
     assert again.logs()["penalty"] > 0
     before.remove()
     after.remove()
@@ -174,19 +170,19 @@ EXPORTS = {
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=[pytest.mark.integration] if "onnx" in form else []) for form in EXPORTS]
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_export_in_training_mode_is_the_models_and_no_training_forward(kind, form):
+@EACH
+def test_an_export_in_training_mode_is_the_models_and_no_training_forward(variant, form):
     results = []
     for exported in (False, True):
         model = Network()
-        optimizer = kind(sgd(model), model)
-        train(model, optimizer, batches(2))
+        optimizer = wrap(variant, model)
+        fit(optimizer, batches(2))
         if exported:
             x, forwards = one()[0], training_forwards(optimizer)
             alone = EXPORTS[form](model, x)
             assert forwards == []
             if alone is not None:
                 assert torch.equal(alone(x), model.body(x))
-        train(model, optimizer, batches(2, seed=2))
+        fit(optimizer, batches(2, seed=2))
         results.append((model.state_dict(), copy.deepcopy(optimizer.state_dict())))
     assert_same(*results)

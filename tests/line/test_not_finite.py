@@ -1,9 +1,5 @@
 """A batch whose gradient is not finite where no value may be read: training goes on without it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +11,7 @@ from tests.reference import learned, train, wrap
 INF = float("inf")
 
 
-def are_finite(tensors: Any) -> bool:
+def are_finite(tensors):
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 

@@ -1,10 +1,7 @@
 """The step: what it returns and logs, the errors that it raises, and wrapping again."""
 
-from __future__ import annotations
-
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -13,10 +10,9 @@ from torch import nn
 
 from dcl_optim import DCPOptimizer, distances
 from tests import reference
-from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, mlp, one, sgd, train
-from tests.reference import ALPHA, VARIANTS, WEIGHT, wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, fit, mlp, one, sgd, train
+from tests.reference import ALPHA, EACH, NEAR, WEIGHT, wrap
 
-CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 METHOD = {"weight": WEIGHT, "alpha": ALPHA}
 
 # ---- the step --------------------------------------------------------------------------------------------------------
@@ -49,14 +45,14 @@ def test_logs():
     assert logs["loss_scale"] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_an_empty_first_group(variant):
     def run(groups):
         torch.manual_seed(0)
         model = nn.Linear(FEATURES, CLASSES).double()
         base = torch.optim.SGD([*groups, {"params": model.parameters()}], lr=0.1)
         optimizer = wrap(variant, model, base)
-        train(model, optimizer, batches(3))
+        fit(optimizer, batches(3))
         return model.state_dict()
 
     assert_same(run([{"params": [], "weight_decay": 0.5}]), run([]))
@@ -79,14 +75,14 @@ def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
     base, plain = sgd(model), sgd(theirs)
     data = list(batches(15))
     optimizer = wrap("dcl", model, base)
-    train(model, optimizer, data[:5])
+    fit(optimizer, data[:5])
     if by == "detach":
         optimizer.detach()
         assert not model._forward_hooks
         assert not model._forward_pre_hooks
-        train(model, optimizer, data[5:10])
+        fit(optimizer, data[5:10])
     again = wrap("dcl", model, base)
-    train(model, again, data[10:])
+    fit(again, data[10:])
 
     for part, regularized in ((data[:5], True), (data[5:10], False), (data[10:], True)):
         companion = copy.deepcopy(theirs)
@@ -96,30 +92,29 @@ def test_wrapped_again_starts_with_a_new_companion_and_the_same_base(by):
                 reference.dcl_step(theirs, companion, plain, second, x, y, F.cross_entropy, distances.squared, **METHOD)
             elif by == "detach":
                 train(theirs, plain, [(x, y)])
-    assert_same(model, theirs, **CLOSE)
-    assert_same(again.companion, companion, **CLOSE)
+    assert_same((model, again.companion), (theirs, companion), **NEAR)
 
 
 # ---- steps without a batch -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_steps_of_a_model_that_was_built_again_log_no_old_figures(variant):
     """As torch, which does not tell a model that its optimizer does not train."""
     model, again = mlp(), mlp(seed=1)
     optimizer = wrap(variant, model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     train(again, optimizer, batches(19))
     logs = optimizer.logs()
     assert logs["step"] == 21
     assert all(math.isnan(logs[name]) for name in ("penalty", "weight", "alpha", "loss_scale"))
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     assert optimizer.logs()["penalty"] > 0
 
 
-def test_a_name_may_be_asked_for_before_the_constructor() -> None:
+def test_a_name_may_be_asked_for_before_the_constructor():
     class Flagged(DCPOptimizer):
-        def __init__(self, *arguments: Any) -> None:
+        def __init__(self, *arguments):
             self.had_flag = hasattr(self, "flag")
             super().__init__(*arguments)
 

@@ -1,7 +1,5 @@
 """The contract of a torch.optim citizen: groups, state, hooks, gradients."""
 
-from __future__ import annotations
-
 import copy
 import functools
 
@@ -15,7 +13,7 @@ from tests.helpers import backward, huber, mlp, one, sgd, wrap
 def test_is_an_optimizer_and_shares_the_bases_objects():
     model = mlp()
     base = sgd(model)
-    optimizer = DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
+    optimizer = wrap(model, base)
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert optimizer.param_groups is base.param_groups
     assert optimizer.state is base.state
@@ -89,7 +87,7 @@ class HasMethods(torch.optim.SGD):
 
 def test_of_a_bases_own_methods_only_the_switch_of_modes_passes_through():
     model = mlp()
-    optimizer = DCLOptimizer(HasMethods(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap(model, HasMethods(model.parameters(), lr=0.1))
     optimizer.eval()
     assert optimizer.base.mode == optimizer.companion_optimizer.mode == "eval"
     optimizer.train()
@@ -113,6 +111,6 @@ def test_add_param_group_is_the_bases_own():
             super().add_param_group({"tag": "set"} | param_group)
 
     model = mlp()
-    optimizer = DCLOptimizer(Tagged(model[0].parameters(), lr=0.1), model, companion_fraction=1)
+    optimizer = wrap(model, Tagged(model[0].parameters(), lr=0.1))
     optimizer.add_param_group({"params": list(model[2].parameters())})
     assert [group["tag"] for group in optimizer.param_groups] == ["set", "set"]

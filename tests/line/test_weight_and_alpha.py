@@ -1,19 +1,16 @@
 """λ and α as attributes: what was given, and what a script sets while it trains."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np
 import pytest
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import assert_same, batches, linear_growth, mlp, sgd, train
+from tests.helpers import assert_same, batches, linear_growth, mlp, train, wrap
 
 
 def dcl(**options):
     model = mlp()
-    return model, DCLOptimizer(sgd(model), model, companion=mlp(seed=1), **options, companion_fraction=1)
+    return model, wrap(model, companion=mlp(seed=1), **options)
 
 
 def test_they_are_what_was_given():

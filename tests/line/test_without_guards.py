@@ -3,30 +3,26 @@
 ``--without-guards`` runs all tests of the method so.
 """
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.helpers import NoGuards, assert_same, batches, dropout_net, mlp
-from tests.reference import EACH, term_of, train, train_by_closures, wrap
+from tests.reference import EACH, EACH_WAY, term_of, train, train_by_closures, wrap
 
 
-def plain(variant: str, way: str) -> Any:
+def plain(variant, way):
     """Up to a step in which a value may be read again."""
     return train(wrap(variant, dropout_net()), batches(130), way, F.cross_entropy)
 
 
-def by_closures(variant: str, way: str) -> Any:
+def by_closures(variant, way):
     return train_by_closures(wrap(variant, mlp()), batches(8), F.cross_entropy, way)
 
 
-def micro_batches_skipped_steps_and_nan(variant: str, way: str) -> Any:
+def micro_batches_skipped_steps_and_nan(variant, way):
     optimizer = wrap(variant, mlp(), strict=False)
     for step, (x, y) in enumerate(batches(12)):
         optimizer.zero_grad()
@@ -39,13 +35,13 @@ def micro_batches_skipped_steps_and_nan(variant: str, way: str) -> Any:
     return optimizer
 
 
-def losses_that_the_line_cannot_read(variant: str, way: str) -> Any:
+def losses_that_the_line_cannot_read(variant, way):
     optimizer = train(wrap(variant, mlp()), batches(4), way, F.cross_entropy)
     train(optimizer, batches(2, seed=2), way, F.multi_margin_loss)
     return train(optimizer, batches(4, seed=3), way, F.cross_entropy)
 
 
-def resumed(variant: str, way: str) -> Any:
+def resumed(variant, way):
     optimizer = train(wrap(variant, mlp()), batches(4), way, F.cross_entropy)
     again = wrap(variant, copy.deepcopy(optimizer.model))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -57,9 +53,9 @@ TRAININGS = [plain, by_closures, micro_batches_skipped_steps_and_nan, losses_tha
 
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty", "ignore:non-finite")
 @pytest.mark.parametrize("training", TRAININGS)
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @EACH
-def test_a_training_is_the_same(variant: str, way: str, training: Callable[..., Any], without_guards: Any) -> None:
+def test_a_training_is_the_same(variant, way, training, without_guards):
     with without_guards:
         bare = training(variant, way)
     guarded = training(variant, way)

@@ -1,19 +1,15 @@
 """Several backward passes before a step: through several forward passes or one, each row is learned from once."""
 
-from __future__ import annotations
-
 import pytest
 import torch.nn.functional as F
 
 from tests.helpers import assert_same, batches, mlp, one
-from tests.reference import VARIANTS, assert_same_training, by_hand, term_of, train, wrap
-
-WAYS = ("line", "term")
+from tests.reference import EACH, EACH_WAY, NEAR, assert_same_training, by_hand, term_of, train, wrap
 
 
 @pytest.mark.parametrize("names_inputs", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH_WAY
+@EACH
 def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(variant, way, names_inputs):
     model = mlp()
     optimizer, hand = (
@@ -30,10 +26,10 @@ def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(var
             assert optimizer.logs()["loss_scale"] == pytest.approx(share)
         optimizer.step()
         train(hand, [(x, y)], loss=F.cross_entropy)
-    assert_same_training(optimizer, hand, rtol=1e-10, atol=1e-10)
+    assert_same_training(optimizer, hand, **NEAR)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_a_forward_counts_once_and_is_learned_from_once(variant):
     """As if its last backward had not come: the second one changes neither the companion nor the prototypes."""
     found = []

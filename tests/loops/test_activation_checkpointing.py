@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import CLASSES, FEATURES, batches
@@ -21,13 +20,13 @@ class Blocks(nn.Sequential):
 
     reentrant: bool | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.reentrant is None:
             return super().forward(x)
         return self[-1](checkpoint(self[:-1], x, use_reentrant=self.reentrant))
 
 
-def network() -> Blocks:
+def network():
     torch.manual_seed(0)
     layers = (nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, CLASSES))
     layers[1].momentum = 0.0  # a recomputed batch moves the running statistics twice, with us and without
@@ -35,7 +34,7 @@ def network() -> Blocks:
     return Blocks(*layers).double()
 
 
-def trained(variant: str, way: str, whole: bool, reentrant: bool | None) -> Any:
+def trained(variant, way, whole, reentrant):
     """Two views a step, so that recomputations of one forward pass fall between the gradients of two."""
     optimizer = wrap(variant, network())
     call, term = optimizer.model, term_of(optimizer, way)
@@ -61,6 +60,6 @@ def trained(variant: str, way: str, whole: bool, reentrant: bool | None) -> Any:
         if cell != ("dcl", "term", True, True)
     ],
 )
-def test_checkpointed_equals_plain(variant: str, way: str, whole: bool, reentrant: bool) -> None:
+def test_checkpointed_equals_plain(variant, way, whole, reentrant):
     """A reentrant checkpoint runs the whole model without gradients: what it returns, only prototypes take."""
     assert_same_training(trained(variant, way, whole, reentrant), trained(variant, way, whole, None))

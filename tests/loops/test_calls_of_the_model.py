@@ -1,25 +1,21 @@
 """Calls of the model that are no training forward pass, in the middle of one that is, from any thread."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.helpers import CLASSES, FEATURES, PATIENCE, batches, mlp
-from tests.reference import EACH, assert_same_training, train, wrap
+from tests.reference import EACH, EACH_WAY, assert_same_training, train, wrap
 
 
-def predict(model: nn.Module) -> None:
+def predict(model):
     with torch.no_grad():
         assert model(torch.randn(4, FEATURES, dtype=torch.float64)).shape == (4, CLASSES)
 
 
-def predict_in_another_thread(model: nn.Module) -> None:
+def predict_in_another_thread(model):
     thread = threading.Thread(target=predict, args=(model,))
     thread.start()
     thread.join(PATIENCE)
@@ -27,9 +23,9 @@ def predict_in_another_thread(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("call", [predict, predict_in_another_thread])
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @EACH
-def test_a_call_that_is_no_training_forward_pass_changes_nothing(variant: str, way: str, call: Any) -> None:
+def test_a_call_that_is_no_training_forward_pass_changes_nothing(variant, way, call):
     found = []
     for calls in (True, False):
         optimizer = wrap(variant, mlp())

@@ -1,7 +1,5 @@
 """torch.compile in every order; a backend without code generation keeps all but one of these fast."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from functools import partial
@@ -11,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import Network, assert_same, batch_norm_net, batches, cells, dropout_net, train
-from tests.reference import CLOSE, EACH, assert_same_training, term_of, wrap
+from tests.helpers import Network, assert_same, batch_norm_net, batches, cells, dropout_net, sgd, train
+from tests.reference import CLOSE, EACH, NEAR, assert_same_training, term_of, wrap
 from tests.reference import train as train_by_term
 
 pytestmark = pytest.mark.filterwarnings(
@@ -36,7 +33,7 @@ def fresh_compiler():
 class Backend:
     """Runs graphs as they are; counts how many were compiled and how often one ran."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.compiled = self.runs = 0
 
     def __call__(self, graph, inputs):
@@ -49,10 +46,10 @@ class Backend:
         return run
 
 
-def compiled(order: str, weight: float = 1.0, **options):
+def compiled(order, weight=1.0, **options):
     """An optimizer, and what the script calls."""
     model = Network(batch_norm_net())
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    base = sgd(model)
     call = wrapped = model
     if order in ("compiled before", "outer module wrapped", "parallel around compiled"):
         call = torch.compile(model, **options)
@@ -60,7 +57,7 @@ def compiled(order: str, weight: float = 1.0, **options):
         call = nn.DataParallel(call)  # without a GPU it calls the module inside
     if order in ("outer module wrapped", "parallel around compiled"):
         wrapped = call
-    optimizer = DCLOptimizer(base, wrapped, weight=weight, companion_fraction=1)
+    optimizer = wrap("dcl", wrapped, base, weight=weight)
     if order == "compiled after":
         call = torch.compile(model, **options)
     elif order == "compiled in place":
@@ -70,13 +67,13 @@ def compiled(order: str, weight: float = 1.0, **options):
     return optimizer, call
 
 
-def trained(order: str, **options):
+def trained(order, **options):
     optimizer, call = compiled(order, **options)
     train(call, optimizer, batches(6))
     return network_of(call), optimizer.companion
 
 
-def network_of(call: nn.Module) -> nn.Module:
+def network_of(call):
     call = getattr(call, "module", call)
     return getattr(call, "_orig_mod", call)
 
@@ -85,7 +82,7 @@ def network_of(call: nn.Module) -> nn.Module:
 def test_compiled_equals_eager_in_whole_graphs_where_the_model_is_one(order):
     """The hooks of a class of the script's own run outside of the graph."""
     whole = order in ("compiled before", "compiled after", "outer module wrapped")
-    assert_same(trained(order, backend="aot_eager", fullgraph=whole), trained("eager"), rtol=1e-10, atol=1e-12)
+    assert_same(trained(order, backend="aot_eager", fullgraph=whole), trained("eager"), **NEAR)
 
 
 @pytest.mark.parametrize("order", cells(ORDERS[:-1], "compiled after", "compiled in place"))
@@ -106,7 +103,7 @@ def test_a_copy_with_a_compiled_model_is_regularized():
     twin_call, twin = copy.deepcopy((call, optimizer))
     for model, trained_by in ((call, optimizer), (twin_call, twin)):
         train(model, trained_by, batches(3, seed=2))
-    assert_same(network_of(twin_call), network_of(call), rtol=1e-10, atol=1e-12)
+    assert_same(network_of(twin_call), network_of(call), **NEAR)
     assert twin.logs()["penalty"] == pytest.approx(optimizer.logs()["penalty"])
 
 
@@ -116,8 +113,8 @@ def test_inductor_with_zero_weight_equals_plain_training_of_the_compiled_model(m
     optimizer, call = compiled("outer module wrapped", weight=0.0, mode=mode)
     train(call, optimizer, batches(4))
     plain = Network(batch_norm_net())
-    train(torch.compile(plain, mode=mode), torch.optim.SGD(plain.parameters(), lr=0.1), batches(4))
-    assert_same(network_of(call), plain, rtol=1e-12, atol=1e-14)
+    train(torch.compile(plain, mode=mode), sgd(plain), batches(4))
+    assert_same(network_of(call), plain, **CLOSE)
 
 
 def test_wrapped_after_the_first_compiled_call():
@@ -127,11 +124,9 @@ def test_wrapped_after_the_first_compiled_call():
     expected = Network(batch_norm_net())
     expected.load_state_dict(model.state_dict())
     for network, called in ((model, call), (expected, expected)):
-        optimizer = DCLOptimizer(
-            torch.optim.SGD(network.parameters(), lr=0.1), network, weight=1.0, companion_fraction=1
-        )
+        optimizer = wrap("dcl", network)
         train(called, optimizer, batches(3))
-    assert_same(model, expected, rtol=1e-10, atol=1e-12)
+    assert_same(model, expected, **NEAR)
 
 
 @pytest.mark.parametrize("first_call", [False, True])
@@ -141,7 +136,7 @@ def test_a_bare_sequential_has_its_hooks_in_the_graph_and_never_trains_unregular
     x, y = next(iter(batches(1)))
     if first_call:
         call(x)
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap("dcl", model)
     with pytest.raises(Exception, match=r"Hook.__call__|it was compiled and called before it was wrapped"):
         train(call, optimizer, [(x, y)])
 
@@ -150,20 +145,20 @@ def test_a_compiled_loss_function():
     backend = Backend()
     models = Network(batch_norm_net()), Network(batch_norm_net())
     for model in models:
-        optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+        optimizer = wrap("dcl", model)
         loss_of = lambda x, y, model=model: F.cross_entropy(model(x), y)  # noqa: E731
         function = torch.compile(loss_of, backend=backend) if model is models[0] else loss_of
         for x, y in batches(3):
             optimizer.zero_grad()
             function(x, y).backward()
             optimizer.step()
-    assert_same(*models, rtol=1e-10, atol=1e-12)
+    assert_same(*models, **NEAR)
     assert backend.runs >= 3
 
 
 @pytest.mark.parametrize("what", ["model", "model in place", "loss function"])
 @EACH
-def test_the_term_compiled_equals_eager(variant: str, what: str) -> None:
+def test_the_term_compiled_equals_eager(variant, what):
     """A graph break at the term is fine."""
     compiled, runs = partial(torch.compile, backend="aot_eager"), []
     for compiles in (True, False):
@@ -177,15 +172,15 @@ def test_the_term_compiled_equals_eager(variant: str, what: str) -> None:
     assert_same_training(*runs, **CLOSE)
 
 
-def train_in_one_function(variant: str, weight: float, compiled: bool) -> list[torch.Tensor]:
+def train_in_one_function(variant, weight, compiled):
     """The loss and its backward pass, in one compiled function; with weight -1 of the base alone."""
     torch._dynamo.reset()
     model = Network()
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    base = sgd(model)
     optimizer = base if weight < 0 else wrap(variant, model, base, weight=weight)
     term = term_of(optimizer, "line" if weight < 0 else "term")
 
-    def backward(x: torch.Tensor, y: torch.Tensor) -> None:
+    def backward(x, y):
         z = model(x)
         (F.cross_entropy(z, y) + term(z, y)).backward()
 
@@ -198,13 +193,13 @@ def train_in_one_function(variant: str, weight: float, compiled: bool) -> list[t
 
 
 @EACH
-def test_loss_and_backward_in_one_compiled_function(variant: str) -> None:
+def test_loss_and_backward_in_one_compiled_function(variant):
     """Dynamo does not trace the term's backward pass, of which it would warn: a warning is an error here."""
     assert_same(train_in_one_function(variant, 1.0, True), train_in_one_function(variant, 1.0, False), **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:.*TF32", "ignore:.*functional optimizers is deprecated")
-def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit() -> None:
+def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit():
     """It adds up what the term's backward pass returns, which may not be None."""
     with torch._dynamo.config.patch(compiled_autograd=True):
         dcl, dcp, base = (train_in_one_function(*run, True) for run in (("dcl", 0.0), ("dcp", 0.0), ("dcp", -1.0)))
@@ -213,7 +208,7 @@ def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit() -> None:
 
 
 @EACH
-def test_a_compiled_step(variant: str) -> None:
+def test_a_compiled_step(variant):
     """PyTorch's recipe for optimizers. Dynamo would warn of what it cannot trace, and a warning is an error here."""
     trained = []
     for compiles in (True, False):

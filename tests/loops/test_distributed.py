@@ -1,31 +1,35 @@
 """Two processes over gloo: ranks stay bit-identical and equal one process on the joint batch."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
-import pickle
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers import CLASSES, assert_same, batch_norm_net, batches, mlp, train
-from tests.reference import VARIANTS, by_hand, learned, term_of, wrap
+from tests.helpers import (
+    CLASSES,
+    all_warnings,
+    assert_same,
+    batch_norm_net,
+    batches,
+    fit,
+    mlp,
+    needs_gloo,
+    same_on_both,
+    through_pickle,
+)
+from tests.reference import EACH, NEAR, VARIANTS, by_hand, learned, term_of, wrap
 from tests.reference import train as train_by_term
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+pytestmark = needs_gloo
 STEPS = 8
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 def snapshot(model, optimizer):
@@ -65,7 +69,7 @@ CASES = [
 ]
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank, folder):
     for case in CASES:
         torch.save(trained_on_rank(rank, *case), folder / f"{case} {rank}.pt")
     torch.save(branch_trained_on_rank(rank), folder / f"branch {rank}.pt")
@@ -81,7 +85,7 @@ def worker(rank: int, folder: Path) -> None:
     copy_synchronized_batch_norm()
 
 
-def trained_on_rank(rank: int, variant: str, order: str, accumulate: int, way: str):
+def trained_on_rank(rank, variant, order, accumulate, way):
     model = mlp(seed=10 * rank)  # seeded differently: rank 0's weights have to win
     if order == "wrapped before":
         optimizer = wrap(variant, model)
@@ -93,20 +97,20 @@ def trained_on_rank(rank: int, variant: str, order: str, accumulate: int, way: s
     return snapshot(model, optimizer)
 
 
-def trained_with_a_copy_on_rank(rank: int, variant: str) -> None:
+def trained_with_a_copy_on_rank(rank, variant):
     """A copy trains on the ranks of its own module, as its original does."""
     parallel = DistributedDataParallel(mlp())
     optimizer = wrap(variant, parallel)
     train_rank(rank, parallel, optimizer, batches(3))
-    for copied in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+    for copied in (copy.deepcopy, through_pickle):
         again, second = copied((parallel, optimizer))
         train_rank(rank, again, second, batches(3, seed=5))
         assert second.forecaster._group.size == 2
         assert_same(*gathered(learned(second)))
 
 
-def gathered(tensors: dict[str, Tensor]) -> list[Any]:
-    found: list[Any] = [None, None]
+def gathered(tensors):
+    found = [None, None]
     dist.all_gather_object(found, tensors)
     return found
 
@@ -114,21 +118,20 @@ def gathered(tensors: dict[str, Tensor]) -> list[Any]:
 def trained_alone(variant):
     model = mlp(seed=0)
     optimizer = wrap(variant, model)
-    train(model, optimizer, batches(STEPS))
+    fit(optimizer, batches(STEPS))
     return snapshot(model, optimizer)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_ranks_equal_one_process_on_the_joint_batch(case, ranks: Path):
-    first, second = (torch.load(ranks / f"{case} {rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
-    assert_same(first, trained_alone(case[0]), **CLOSE)
+def test_two_ranks_equal_one_process_on_the_joint_batch(case, ranks):
+    first = same_on_both(ranks, case)
+    assert_same(first, trained_alone(case[0]), **NEAR)
 
 
 class Branches(nn.Module):
     """Each call uses one of two layers, so that the other one has no gradient."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         super().__init__()
         self.layers = nn.ModuleList(mlp(seed=seed + i) for i in range(2))
 
@@ -136,7 +139,7 @@ class Branches(nn.Module):
         return self.layers[which](x)
 
 
-def branch_trained_on_rank(rank: int):
+def branch_trained_on_rank(rank):
     model = Branches(seed=10 * rank)
     parallel = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = wrap("dcl", parallel)
@@ -147,7 +150,7 @@ def branch_trained_on_rank(rank: int):
     return snapshot(model, optimizer)
 
 
-def test_ranks_that_use_other_layers_have_one_companion(ranks: Path):
+def test_ranks_that_use_other_layers_have_one_companion(ranks):
     model = Branches()
     optimizer = wrap("dcl", model)
     for x, y in batches(STEPS):
@@ -157,10 +160,10 @@ def test_ranks_that_use_other_layers_have_one_companion(ranks: Path):
         optimizer.step()
     for rank in (0, 1):
         trained = torch.load(ranks / f"branch {rank}.pt", weights_only=True)
-        assert_same(trained, snapshot(model, optimizer), **CLOSE)
+        assert_same(trained, snapshot(model, optimizer), **NEAR)
 
 
-def trained_after_an_empty_batch_on_rank_1(rank: int):
+def trained_after_an_empty_batch_on_rank_1(rank):
     """Rank 1 reads nothing in the first step, so it does not know the number of classes by itself."""
     model = mlp()
     parallel = DistributedDataParallel(model)
@@ -173,13 +176,12 @@ def trained_after_an_empty_batch_on_rank_1(rank: int):
     return snapshot(model, optimizer)
 
 
-def test_a_rank_that_reads_no_label_in_the_first_step_learns_the_number_of_classes(ranks: Path):
-    first, second = (torch.load(ranks / f"empty {rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
+def test_a_rank_that_reads_no_label_in_the_first_step_learns_the_number_of_classes(ranks):
+    first = same_on_both(ranks, "empty")
     assert first["forecaster"]["values"].shape == (CLASSES, CLASSES)
 
 
-def trained_with_a_batch_without_a_term(rank: int, variant: str):
+def trained_with_a_batch_without_a_term(rank, variant):
     """A batch without labels has no term: the other rank must not wait for its share."""
     parallel = DistributedDataParallel(mlp())
     optimizer = wrap(variant, parallel)
@@ -190,8 +192,8 @@ def trained_with_a_batch_without_a_term(rank: int, variant: str):
     return snapshot(parallel.module, optimizer), optimizer.logs()["skipped"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_rank_without_a_term_in_a_step_ends_where_the_other_does(variant, ranks: Path):
+@EACH
+def test_a_rank_without_a_term_in_a_step_ends_where_the_other_does(variant, ranks):
     first, second = (torch.load(ranks / f"some batches {variant} {rank}.pt", weights_only=True) for rank in (0, 1))
     assert_same(first[0], second[0])
     assert (first[1], second[1]) == (0, 1)
@@ -202,46 +204,46 @@ def test_a_rank_without_a_term_in_a_step_ends_where_the_other_does(variant, rank
 PARTS = 2
 
 
-def rows_of(rank: int) -> list[tuple[Tensor, Tensor]]:
+def rows_of(rank):
     """A rank's rows of each batch."""
     return [(x.chunk(PARTS)[rank], y.chunk(PARTS)[rank]) for x, y in batches(STEPS)]
 
 
-def independent(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+def independent(variant, rank, own):
     """Another start on each rank, and nothing in common: a search over seeds, say."""
     model = mlp(seed=rank)
     return model, wrap(variant, model)
 
 
-def averaged_by_hand(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+def averaged_by_hand(variant, rank, own):
     model = mlp()
     return model, wrap(variant, model, process_group=dist.group.WORLD)
 
 
-def averaged_by_hand_in_no_group(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+def averaged_by_hand_in_no_group(variant, rank, own):
     model = mlp()
     return model, wrap(variant, model)
 
 
-def parallel_without_a_group(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+def parallel_without_a_group(variant, rank, own):
     parallel = DistributedDataParallel(mlp())
     return parallel, wrap(variant, parallel, process_group=None)
 
 
-def wrapped_before(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+def wrapped_before(variant, rank, own):
     """The model's own group holds this rank alone."""
     parallel = DistributedDataParallel(mlp(seed=rank), process_group=own)
     return parallel, wrap(variant, parallel)
 
 
-def wrapped_after(variant: str, rank: int, own: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+def wrapped_after(variant, rank, own):
     model = mlp(seed=rank)
     optimizer = wrap(variant, model)
     return DistributedDataParallel(model, process_group=own), optimizer
 
 
 # For each cell whether the ranks' models are one, and whether their forecasters are.
-GROUPS: dict[Callable[..., Any], tuple[bool, bool]] = {
+GROUPS = {
     independent: (False, False),
     averaged_by_hand: (True, True),
     averaged_by_hand_in_no_group: (True, False),
@@ -253,13 +255,12 @@ UNKNOWN = (independent, averaged_by_hand_in_no_group)  # the ranks of one model
 IN_GROUPS = list(itertools.product(GROUPS, VARIANTS))
 
 
-def train_in_groups(rank: int, folder: Path) -> None:
+def train_in_groups(rank, folder):
     """Where no DistributedDataParallel does, some scripts average the gradients themselves."""
     groups = [dist.new_group([index]) for index in range(PARTS)]
     for cell, variant in IN_GROUPS:
         called, optimizer = cell(variant, rank, groups[rank])
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with all_warnings() as caught:
             for x, y in rows_of(rank):
                 optimizer.zero_grad()
                 F.cross_entropy(called(x), y).backward()
@@ -272,7 +273,7 @@ def train_in_groups(rank: int, folder: Path) -> None:
         torch.save(found, folder / f"{cell.__name__} {variant} {rank}.pt")
 
 
-def trained_by_hand(variant: str, one_model: bool, one_forecaster: bool) -> list[tuple[Any, Any]]:
+def trained_by_hand(variant, one_model, one_forecaster):
     """Both ranks in one process; what they have in common is that of the joint batch."""
     if one_forecaster:
         hand = train_by_term(by_hand(variant, mlp()), batches(STEPS), loss=F.cross_entropy)
@@ -293,11 +294,11 @@ def trained_by_hand(variant: str, one_model: bool, one_forecaster: bool) -> list
 
 
 @pytest.mark.parametrize(("cell", "variant"), IN_GROUPS)
-def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cell, variant, ranks: Path):
+def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cell, variant, ranks):
     found = [torch.load(ranks / f"{cell.__name__} {variant} {rank}.pt", weights_only=True) for rank in range(PARTS)]
     one_model, one_forecaster = GROUPS[cell]
     for (*part, said), hand in zip(found, trained_by_hand(variant, one_model, one_forecaster), strict=True):
-        assert_same(part, [*hand], **CLOSE)
+        assert_same(part, [*hand], **NEAR)
         assert len(said) == (cell in UNKNOWN), "said once, at the first forward pass"
         assert all("has 2 ranks" in text and "process_group=torch.distributed.group.WORLD" in text for text in said)
     if one_forecaster:
@@ -308,7 +309,7 @@ def test_forecasters_are_averaged_over_the_models_own_group_or_the_given_one(cel
 
 
 @pytest.mark.parametrize("given", [3, "world", [0, 1], torch.zeros(1)], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 def test_what_is_no_process_group_is_refused_before_anything_changes(variant, given):
     model = mlp()
     with pytest.raises(TypeError, match=r"(?s)process_group.*ProcessGroup"):
@@ -319,14 +320,14 @@ def test_what_is_no_process_group_is_refused_before_anything_changes(variant, gi
 # ---- checkpoints and sharded optimizers ------------------------------------------------------------------------------
 
 
-def from_rank_0(rank: int, file: Path, state: Any) -> Any:
+def from_rank_0(rank, file, state):
     if rank == 0:
         torch.save(state, file)
     dist.barrier()
     return torch.load(file, weights_only=True)
 
 
-def resume_on_rank(rank: int, file: Path, variant: str, dtype: torch.dtype) -> None:
+def resume_on_rank(rank, file, variant, dtype):
     """A checkpoint of rank 0 resumes all ranks bit for bit."""
 
     def build():
@@ -355,7 +356,7 @@ def resume_on_rank(rank: int, file: Path, variant: str, dtype: torch.dtype) -> N
     assert_same(snapshot(model, optimizer), expected)
 
 
-def with_zero_redundancy(rank: int, folder: Path, variant: str) -> None:
+def with_zero_redundancy(rank, folder, variant):
     model = mlp(seed=0)
     parallel = DistributedDataParallel(model)
     base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -368,15 +369,15 @@ def with_zero_redundancy(rank: int, folder: Path, variant: str) -> None:
         torch.save(snapshot(model, optimizer), folder / f"zero {variant}.pt")
 
 
-def test_zero_redundancy_optimizer_as_base(ranks: Path):
+def test_zero_redundancy_optimizer_as_base(ranks):
     runs = {name: torch.load(ranks / f"zero {name}.pt", weights_only=True) for name in VARIANTS}
-    assert_same(runs["dcp"], trained_alone("dcp"), **CLOSE)
+    assert_same(runs["dcp"], trained_alone("dcp"), **NEAR)
     joint = trained_alone("dcl")
-    assert_same(runs["dcl"]["model"], joint["model"], **CLOSE)
-    assert_same(runs["dcl"]["forecaster"]["model"], joint["forecaster"]["model"], **CLOSE)  # its optimizer is sharded
+    assert_same(runs["dcl"]["model"], joint["model"], **NEAR)
+    assert_same(runs["dcl"]["forecaster"]["model"], joint["forecaster"]["model"], **NEAR)  # its optimizer is sharded
 
 
-def companion_of_other_buffers(rank: int) -> dict[str, Tensor]:
+def companion_of_other_buffers(rank):
     model = batch_norm_net(seed=rank)
     model[1].running_mean.fill_(rank + 1.0)  # as ranks have it that loaded different statistics
     optimizer = wrap("dcl", model, None)
@@ -387,13 +388,12 @@ def companion_of_other_buffers(rank: int) -> dict[str, Tensor]:
     return companion.state_dict()
 
 
-def test_the_companions_start_from_rank_0s_weights_and_buffers(ranks: Path):
-    first, second = (torch.load(ranks / f"buffers {rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
+def test_the_companions_start_from_rank_0s_weights_and_buffers(ranks):
+    first = same_on_both(ranks, "buffers")
     assert_same(first["1.running_mean"], torch.ones(12, dtype=torch.float64))
 
 
-def copy_synchronized_batch_norm() -> None:
+def copy_synchronized_batch_norm():
     """The companion keeps it and its group. Its structure alone: torch runs it on accelerators."""
     group = dist.new_group([0, 1])
     body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))

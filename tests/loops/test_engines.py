@@ -3,22 +3,17 @@
 ``tests/integrations/test_deepspeed.py`` has DeepSpeed itself.
 """
 
-from __future__ import annotations
-
 import itertools
-import pickle
 import sys
 import types
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import assert_same, batches, mlp
-from tests.reference import CLOSE, METHOD, learned, term_of
+from tests.helpers import assert_same, batches, fit, matrices_and_others, mlp, through_pickle
+from tests.reference import CLOSE, EACH_WAY, METHOD, learned, term_of
 
 STEPS = 5
 # The optimizer asks for DeepSpeed's engine by the name of its module.
@@ -27,14 +22,14 @@ exec("def call(self, model, x):\n    return model(x)", MODULE.__dict__)
 
 
 @pytest.fixture(autouse=True)
-def imported(monkeypatch: Any) -> None:
+def imported(monkeypatch):
     monkeypatch.setitem(sys.modules, MODULE.__name__, MODULE)
 
 
 class Engine:
     """Copies of the parameters are what the base steps: all at once, each group alone, or as ZeRO 3 one by one."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, how: str, begins: bool = False) -> None:
+    def __init__(self, model, optimizer, how, begins=False):
         self.model, self.optimizer, self.how, self.global_steps = model, optimizer, how, 0
         self.pairs = []
         for group in optimizer.param_groups:
@@ -51,10 +46,10 @@ class Engine:
             for group in optimizer.param_groups:
                 group["params"] = []
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x):
         return MODULE.call(self, self.model, x)
 
-    def step(self) -> None:
+    def step(self):
         """Step, or leave it out if a gradient is not finite."""
         theirs = [pair[0] for pair in self.all]
         if all(parameter.grad.isfinite().all() for parameter in theirs):
@@ -64,7 +59,7 @@ class Engine:
         for parameter in theirs:
             parameter.grad = None
 
-    def _step_group(self, number: int) -> None:
+    def _step_group(self, number):
         groups = self.optimizer.param_groups
         for theirs, own in self.pairs[number]:
             own.grad, theirs.grad = theirs.grad, None
@@ -85,14 +80,14 @@ class Engine:
                 own.grad = None
 
 
-def build(kind: Any, **options: Any) -> tuple[nn.Module, Any]:
+def build(kind, **options):
     model = mlp()
-    weights, biases = ([p for p in model.parameters() if (p.ndim < 2) is is_bias] for is_bias in (False, True))
+    weights, biases = matrices_and_others(model)
     base = torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1, momentum=0.9)
     return model, kind(base, model, **METHOD | options)
 
 
-def train(engine: Engine, way: str, overflows: int | None = None) -> Any:
+def train(engine, way, overflows=None):
     term = term_of(engine.optimizer, way)
     for number, (x, y) in enumerate(batches(STEPS)):
         z = engine(x)
@@ -106,19 +101,17 @@ def train(engine: Engine, way: str, overflows: int | None = None) -> Any:
     return engine.optimizer
 
 
-def expected(skips: int | None = None) -> Any:
-    model, optimizer = build(DCPOptimizer)
+def expected(skips=None):
+    _, optimizer = build(DCPOptimizer)
     for number, (x, y) in enumerate(batches(STEPS)):
         if number != skips:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            fit(optimizer, [(x, y)])
     return optimizer
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize("how", ["at once", "groups", "one by one"])
-def test_a_step_by_groups_is_one_step(how: str, way: str) -> None:
+def test_a_step_by_groups_is_one_step(how, way):
     optimizer = train(Engine(*build(DCPOptimizer), how), way)
     assert_same(optimizer.model, expected().model, **CLOSE)
     assert_same(learned(optimizer), learned(expected()), **CLOSE)
@@ -127,9 +120,9 @@ def test_a_step_by_groups_is_one_step(how: str, way: str) -> None:
     assert optimizer.logs()["penalty"] > 0
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize("how", ["at once", "groups", "one by one"])
-def test_the_batch_of_a_step_that_the_engine_skips_is_forgotten(how: str, way: str) -> None:
+def test_the_batch_of_a_step_that_the_engine_skips_is_forgotten(how, way):
     """Its gradients overflow, as that of the second batch does here; the optimizer is not called."""
     optimizer = train(Engine(*build(DCPOptimizer), how), way, overflows=1)
     assert_same(optimizer.model, expected(skips=1).model, **CLOSE)
@@ -138,14 +131,14 @@ def test_the_batch_of_a_step_that_the_engine_skips_is_forgotten(how: str, way: s
 
 
 @pytest.mark.parametrize("how", ["at once", "groups"])
-def test_a_step_that_creates_the_state_is_none(how: str) -> None:
+def test_a_step_that_creates_the_state_is_none(how):
     optimizer = train(Engine(*build(DCPOptimizer), how, begins=True), "line")
     assert_same(optimizer.model, expected().model, **CLOSE)
     assert optimizer.logs()["step"] == STEPS
 
 
 @pytest.mark.parametrize("how", ["at once", "groups"])
-def test_a_second_step_without_a_batch_is_refused_and_nothing_offered_that_trains_plainly(how: str) -> None:
+def test_a_second_step_without_a_batch_is_refused_and_nothing_offered_that_trains_plainly(how):
     engine = Engine(*build(DCPOptimizer), how)
     train(engine, "line")
     for theirs, _ in engine.all:
@@ -155,20 +148,20 @@ def test_a_second_step_without_a_batch_is_refused_and_nothing_offered_that_train
     assert "strict" not in str(raised.value)
 
 
-def test_a_copy_has_no_engine() -> None:
+def test_a_copy_has_no_engine():
     optimizer = train(Engine(*build(DCPOptimizer), "at once"), "line")
-    copied = pickle.loads(pickle.dumps(optimizer))
+    copied = through_pickle(optimizer)
     assert copied.logs()["step"] == STEPS
     assert_same(learned(copied), learned(optimizer))
 
 
 @pytest.mark.parametrize("when", ["after", "before", "given"])
-def test_a_companion_is_refused(when: str) -> None:
+def test_a_companion_is_refused(when):
     """Whether it is made before or after the engine takes the parameters."""
     model, optimizer = build(DCLOptimizer, **{"companion": mlp(1)} if when == "given" else {})
     if when == "before":
         _ = optimizer.companion
     for how in ("groups", "one by one"):
         engine = Engine(model, optimizer, how)
-        with pytest.raises(ValueError, match=r"(?s)an engine has put its own.*Fix: with an engine use DCPOptimizer"):
+        with pytest.raises(ValueError, match=r"(?s)an engine has put its own .* use DCPOptimizer"):
             engine(next(batches(1))[0])

@@ -1,15 +1,10 @@
 """FSDP2 and torch.distributed.checkpoint, on two processes over gloo."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -23,38 +18,40 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, mlp, train
+from dcl_optim import DCPOptimizer
+from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, fit, mlp, needs_gloo, sgd, train
+from tests.helpers import wrap as wrap_dcl
+from tests.reference import EACH
 from tests.reference import train as train_by
 
 pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+    needs_gloo,
     pytest.mark.skipif(not SHARDS_ON_CPU, reason="needs a torch whose FSDP2 runs on the CPU"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]
 STEPS = 5
 
 
-def sharded(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
+def sharded(seed=0, dtype=torch.float64):
     model = mlp(seed, dtype=dtype)
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(model[0], mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def wrap(variant: str, model: nn.Module, num_classes: int | None = None):
+def wrap(variant, model, num_classes=None):
     base = torch.optim.AdamW(model.parameters(), lr=0.01)
     if variant == "dcp":
         return DCPOptimizer(base, model, num_classes=num_classes, weight=1.0, alpha=0.6)
     if not isinstance(next(model.parameters()), DTensor):
-        return DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
+        return wrap_dcl(model, base)
 
     companion = sharded(seed=7)
     companion.load_state_dict(model.state_dict())
-    return DCLOptimizer(base, model, companion=companion, weight=1.0, companion_fraction=1)
+    return wrap_dcl(model, base, companion=companion)
 
 
-def train_rank(rank, model, optimizer, data, way="line") -> None:
+def train_rank(rank, model, optimizer, data, way="line"):
     halves = [(x.chunk(2)[rank], y.chunk(2)[rank]) for x, y in data]
     train_by(optimizer, halves, way, nn.functional.cross_entropy)
 
@@ -70,7 +67,7 @@ def full(state):
 CASES = list(product(["dcl", "dcp"], ["line", "term"]))
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank, folder):
     for variant, way in CASES:
         train_sharded(rank, folder / f"{variant} {way}.pt", variant, way)
     for variant in ("dcl", "dcp"):
@@ -81,7 +78,7 @@ def worker(rank: int, folder: Path) -> None:
     refuse_a_copy()
 
 
-def train_sharded(rank: int, file: Path, variant: str, way: str) -> None:
+def train_sharded(rank, file, variant, way):
     model = sharded()
     optimizer = wrap(variant, model)
     train_rank(rank, model, optimizer, batches(STEPS), way)
@@ -95,11 +92,11 @@ def train_sharded(rank: int, file: Path, variant: str, way: str) -> None:
 
 
 @pytest.mark.parametrize(("variant", "way"), CASES)
-def test_sharded_training_equals_one_process_on_the_joint_batch(variant, way, ranks: Path):
+def test_sharded_training_equals_one_process_on_the_joint_batch(variant, way, ranks):
     found = torch.load(ranks / f"{variant} {way}.pt", weights_only=True)
     model = mlp()
     optimizer = wrap(variant, model)
-    train(model, optimizer, batches(STEPS))
+    fit(optimizer, batches(STEPS))
     assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
     assert_same(found["own"], dict(own(variant, optimizer)), rtol=1e-7, atol=1e-9)
 
@@ -107,7 +104,7 @@ def test_sharded_training_equals_one_process_on_the_joint_batch(variant, way, ra
 # ---- what the ranks compare themselves -------------------------------------------------------------------------------
 
 
-def accumulate(rank: int, variant: str) -> None:
+def accumulate(rank, variant):
     """Gradients are communicated with the last micro-batch only; until then no parameter has one."""
     results = []
     for saves_communication in (False, True):
@@ -124,15 +121,15 @@ def accumulate(rank: int, variant: str) -> None:
     assert_same(*results, rtol=1e-7, atol=1e-9)
 
 
-def train_in_bfloat16(rank: int, folder: Path) -> None:
+def train_in_bfloat16(rank, folder):
     """The companion's weights are float32, sharded as those that they are rounded into."""
 
-    def build(make: Any) -> Any:
+    def build(make):
         model, companion = make(0, dtype=torch.bfloat16), make(7, dtype=torch.bfloat16)
-        base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, DCLOptimizer(base, model, companion=companion, weight=1.0, companion_fraction=1)
+        base = sgd(model)
+        return model, wrap_dcl(model, base, companion=companion)
 
-    def weights_of(optimizer: Any) -> list[torch.Tensor]:
+    def weights_of(optimizer):
         (group,) = optimizer.companion_optimizer.param_groups
         return [full({"": weight.detach()})[""] for weight in group["params"]]
 
@@ -154,14 +151,14 @@ def train_in_bfloat16(rank: int, folder: Path) -> None:
         assert_same(weights_of(second), weights_of(optimizer))
 
 
-def refuse_a_copy() -> None:
+def refuse_a_copy():
     """Of a sharded model; the error says what to do."""
     model = sharded()
-    optimizer = DCLOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, weight=1.0, companion_fraction=1)
+    optimizer = wrap_dcl(model)
     with pytest.raises(RuntimeError, match=r"shard it in the same way.*companion="):
-        train(model, optimizer, batches(1))
+        fit(optimizer, batches(1))
     optimizer.detach()
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), batches(1))
+    train(model, sgd(model), batches(1))
 
 
 def resumed_by_files(rank, folder, build, model, optimizer):
@@ -187,10 +184,10 @@ def resumed_by_full_states(rank, folder, build, model, optimizer):
 RESUMED = {"files": resumed_by_files, "full": resumed_by_full_states}
 
 
-def resume_sharded(rank: int, folder: Path, variant: str, way: str) -> None:
+def resume_sharded(rank, folder, variant, way):
     """Distributed checkpoints resume bit for bit."""
 
-    def build(seed: int = 3):
+    def build(seed=3):
         model = sharded(seed)
         return model, wrap(variant, model, CLASSES)
 
@@ -204,7 +201,7 @@ def resume_sharded(rank: int, folder: Path, variant: str, way: str) -> None:
     assert_same(full(own(variant, second)), full(own(variant, optimizer)))
 
 
-@pytest.mark.parametrize("variant", ["dcl", "dcp"])
+@EACH
 def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
     model = mlp()
     optimizer = wrap(variant, model, CLASSES)
@@ -218,10 +215,10 @@ def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
     assert_same(model, before)
     assert_same(dict(own(variant, optimizer)), dict(began))
     assert optimizer.logs()["step"] == 0
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
     expected = copy.deepcopy(own(variant, optimizer))
-    train(model, optimizer, batches(2, seed=5))
+    fit(optimizer, batches(2, seed=5))
     set_optimizer_state_dict(model, optimizer, state)
     assert_same(dict(own(variant, optimizer)), dict(expected))
     assert optimizer.logs()["step"] == 3

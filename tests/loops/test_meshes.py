@@ -1,53 +1,49 @@
 """Meshes of several dimensions: which ranks share what is learned, pipelines, and tensor parallelism."""
 
-from __future__ import annotations
-
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import pipelining
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from tests.helpers import SHARDS_ON_CPU, assert_same, batches, mlp, on_ranks, sgd, train
-from tests.reference import CLOSE, VARIANTS, learned, term_of, wrap
+from tests.helpers import SHARDS_ON_CPU, assert_same, batches, fit, mlp, needs_gloo, on_ranks, sgd
+from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, learned, term_of, wrap
 from tests.reference import train as train_by
 
 pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+    needs_gloo,
     pytest.mark.skipif(not SHARDS_ON_CPU, reason="needs a torch whose FSDP2 runs on the CPU"),
 ]
 STEPS = 5
 WAYS = ("line", "term")
 
 
-def whole(state: dict[str, Any]) -> dict[str, Tensor]:
+def whole(state):
     return {name: t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for name, t in state.items()}
 
 
-def result(optimizer: Any) -> list[dict[str, Tensor]]:
+def result(optimizer):
     return [whole(optimizer.model.state_dict()), whole(learned(optimizer))]
 
 
-def alone(variant: str, seed: int = 0) -> list[dict[str, Tensor]]:
+def alone(variant, seed=0):
     optimizer = wrap(variant, mlp(seed))
-    train(optimizer.model, optimizer, batches(STEPS))
+    fit(optimizer, batches(STEPS))
     return result(optimizer)
 
 
-def base_of(model: nn.Module) -> torch.optim.SGD:
+def base_of(model):
     return sgd(model, foreach=False)  # torch's own cannot take DTensors of two kinds in one call
 
 
-def sharded(variant: str, mesh: DeviceMesh, seed: int = 0, **options: Any) -> Any:
+def sharded(variant, mesh, seed=0, **options):
     model, twin = (fully_shard(mlp(seed), mesh=mesh) for _ in range(2))
     companion = {"companion": twin} if variant == "dcl" else {}
     return wrap(variant, model, base_of(model), **companion, **options)
@@ -56,32 +52,32 @@ def sharded(variant: str, mesh: DeviceMesh, seed: int = 0, **options: Any) -> An
 # ---- four ranks ------------------------------------------------------------------------------------------------------
 
 
-def four_ranks(rank: int, folder: Path) -> None:
+def four_ranks(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
     row, column = mesh.get_coordinate()
     data = [(x.chunk(4)[rank], y.chunk(4)[rank]) for x, y in batches(STEPS)]
     for variant in VARIANTS:
         optimizer = sharded(variant, mesh)  # hybrid: shards in each half, copies of them in both
-        train(optimizer.model, optimizer, data)
+        fit(optimizer, data)
         save(optimizer, folder / f"hybrid {variant} {rank}.pt")
         number = torch.tensor(float(rank))
         optimizer.forecaster._group.broadcast([number])
         assert number == 0
         optimizer = sharded(variant, mesh["shards"], seed=row)  # two models, each on two ranks
         halves = [(x.chunk(2)[column], y.chunk(2)[column]) for x, y in batches(STEPS)]
-        train(optimizer.model, optimizer, halves)
+        fit(optimizer, halves)
         save(optimizer, folder / f"models {variant} {rank}.pt")
         optimizer = two_dimensional(variant, mesh)
         rows = [(x.chunk(2)[row], y.chunk(2)[row]) for x, y in batches(STEPS)]
-        train(optimizer.model, optimizer, rows)
+        fit(optimizer, rows)
         save(optimizer, folder / f"two dimensions {variant} {rank}.pt")
     if row == 0:  # the others train nothing, and are asked for nothing
         optimizer = sharded("dcp", mesh["shards"])
-        train(optimizer.model, optimizer, halves)
+        fit(optimizer, halves)
         save(optimizer, folder / f"some ranks dcp {rank}.pt")
 
 
-def two_dimensional(variant: str, mesh: DeviceMesh) -> Any:
+def two_dimensional(variant, mesh):
     """Layers over the ranks of a row, and their parts sharded over the rows."""
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     networks = [fully_shard(parallelize_module(mlp(), mesh["shards"], plan), mesh=mesh["copies"]) for _ in range(2)]
@@ -89,21 +85,21 @@ def two_dimensional(variant: str, mesh: DeviceMesh) -> Any:
     return wrap(variant, networks[0], base_of(networks[0]), **companion)
 
 
-def save(optimizer: Any, file: Path) -> None:
+def save(optimizer, file):
     torch.save(result(optimizer), file)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: Any) -> Path:
-    folder: Path = tmp_path_factory.mktemp("four")
+def four(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("four")
     on_ranks(4, four_ranks, folder)
     return folder
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch")
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH
 @pytest.mark.parametrize("name", ["hybrid", "models", "two dimensions", "some ranks"])
-def test_the_group_is_that_of_the_mesh_that_shards_the_model(name: str, variant: str, four: Path) -> None:
+def test_the_group_is_that_of_the_mesh_that_shards_the_model(name, variant, four):
     """Neither ranks with another model, nor those that compute other parts of the same rows."""
     files = sorted(four.glob(f"{name} {variant} *.pt"))
     assert len(files) == {("some ranks", "dcp"): 2, ("some ranks", "dcl"): 0}.get((name, variant), 4)
@@ -125,9 +121,9 @@ DTENSORS = {
 }
 
 
-def two_ranks(rank: int, folder: Path) -> None:
+def two_ranks(rank, folder):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("layers",))
-    found: dict[str, Any] = {}
+    found = {}
     for variant, plan, way in product(VARIANTS, PLANS, WAYS):
         model = parallelize_module(mlp(), mesh, PLANS[plan])
         optimizer = wrap(variant, model, base_of(model))
@@ -138,7 +134,7 @@ def two_ranks(rank: int, folder: Path) -> None:
     torch.save(found, folder / f"{rank}.pt")
 
 
-def error_of(variant: str, model: nn.Module, way: str) -> str:
+def error_of(variant, model, way):
     optimizer = wrap(variant, model, base_of(model))
     x, y = next(batches(1))
     try:
@@ -151,7 +147,7 @@ def error_of(variant: str, model: nn.Module, way: str) -> str:
     return f"no error, and a term of {term}"
 
 
-def gathered(model: nn.Module) -> Any:
+def gathered(model):
     """The loss of shards, and the penalty of whole logits."""
     optimizer = wrap("dcp", model, base_of(model))
     for x, y in batches(STEPS):
@@ -165,28 +161,28 @@ def gathered(model: nn.Module) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: Any) -> list[Any]:
+def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     on_ranks(2, two_ranks, folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 @pytest.mark.parametrize(("variant", "plan", "way"), [*product(VARIANTS, PLANS, WAYS)])
-def test_layers_that_are_split_over_ranks(variant: str, plan: str, way: str, two: list[Any]) -> None:
+def test_layers_that_are_split_over_ranks(variant, plan, way, two):
     """Each rank has all rows, so nothing is summed; gradients of whole parameters lie beside sharded ones."""
     for found in two:
         assert_same(found[f"{variant} {plan} {way}"], alone(variant), rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize(("variant", "plan", "way"), [*product(VARIANTS, DTENSORS, WAYS)])
-def test_logits_that_are_a_dtensor_are_refused(variant: str, plan: str, way: str, two: list[Any]) -> None:
+def test_logits_that_are_a_dtensor_are_refused(variant, plan, way, two):
     error = two[0][f"{variant} {plan} {way}"]
     assert "the logits are a DTensor with" in error
     assert "Fix: have the last layer give them whole" in error
     assert "loss.full_tensor() + optimizer.penalty(logits.full_tensor(), labels)" in error
 
 
-def test_the_fix_for_shards_of_logits_is_right(two: list[Any]) -> None:
+def test_the_fix_for_shards_of_logits_is_right(two):
     for found in two:
         assert_same(found["gathered"], alone("dcp"), rtol=1e-7, atol=1e-9)
 
@@ -195,13 +191,13 @@ def test_the_fix_for_shards_of_logits_is_right(two: list[Any]) -> None:
 
 
 @pytest.fixture
-def one_process(tmp_path: Path) -> Any:
+def one_process(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def piped(schedule: str | None, variant: str, way: str) -> Any:
+def piped(schedule, variant, way):
     """Two micro-batches through two stages, of which the last one has the head; None for a plain loop."""
     model = mlp()
     body, head = model[:2], nn.Sequential(model[2])
@@ -209,7 +205,7 @@ def piped(schedule: str | None, variant: str, way: str) -> Any:
     optimizer = wrap(variant, head, sgd(model), **twin)
     term = term_of(optimizer, way)
 
-    def loss_of(z: Tensor, y: Tensor) -> Tensor:
+    def loss_of(z, y):
         return F.cross_entropy(z, y) + term(z, y)
 
     if schedule is not None:
@@ -228,8 +224,8 @@ def piped(schedule: str | None, variant: str, way: str) -> Any:
     return [model.state_dict(), learned(optimizer)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variant", VARIANTS)
+@EACH_WAY
+@EACH
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
-def test_schedules_of_pipelines(schedule: str, variant: str, way: str, one_process: None) -> None:
+def test_schedules_of_pipelines(schedule, variant, way, one_process):
     assert_same(piped(schedule, variant, way), piped(None, variant, way), **CLOSE)

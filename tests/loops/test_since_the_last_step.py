@@ -1,23 +1,19 @@
 """What has happened since the last step: terms that are missing, logits that are hidden, nothing that is kept."""
 
-from __future__ import annotations
-
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
-from tests.helpers import Storages, assert_same, batches, mlp, no_collector, one
-from tests.reference import VARIANTS, learned, term_of, train, wrap
+from tests.helpers import Returning, Storages, assert_same, batches, mlp, no_collector, one
+from tests.reference import EACH, learned, loss_by_the_line, loss_with_the_term, term_of, train, wrap
 
 # ---- a script that has called penalty ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant: str) -> None:
+@EACH
+def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant):
     (x, y), optimizer = one(), wrap(variant, mlp())
     z = optimizer.model(x)
     (F.cross_entropy(z, y) + term_of(optimizer)(z, y)).backward()
@@ -33,41 +29,20 @@ def test_a_step_after_detach_is_the_bases_also_where_the_term_was_called(variant
 # ---- where the logits are ------------------------------------------------------------------------------------------
 
 
-class Scores(nn.Module):
-    """Returns no logits under a name that is looked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"features": x, "scores": self.body(x)}
-
-
-def test_the_prototypes_term_takes_logits_that_the_model_hides() -> None:
-    found = []
-    for model in (Scores(), mlp()):
-        call = (lambda x, model=model: model(x)["scores"]) if isinstance(model, Scores) else model
-        optimizer = train(wrap("dcp", model), batches(4), loss=F.cross_entropy, call=call)
-        found.append(([*model.parameters()], learned(optimizer)))
-    assert_same(*found)
+def test_the_prototypes_term_takes_logits_that_the_model_hides():
+    """Under no name that is looked for."""
+    hiding = wrap("dcp", Returning(lambda z: {"scores": z}))
+    train(hiding, batches(4), loss=F.cross_entropy, call=lambda x: hiding.model(x)["scores"])
+    plain = train(wrap("dcp", mlp()), batches(4), loss=F.cross_entropy)
+    assert_same((hiding.model.body, learned(hiding)), (plain.model, learned(plain)))
 
 
 # ---- nothing is kept -----------------------------------------------------------------------------------------------
 
 
-def of_the_line(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(optimizer.model(x), y)
-
-
-def of_the_term(optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    z = optimizer.model(x)
-    return F.cross_entropy(z, y) + term_of(optimizer)(z, y)
-
-
-@pytest.mark.parametrize("loss_of", [of_the_line, of_the_term])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_loss_that_the_script_keeps_keeps_nothing_but_numbers(variant: str, loss_of: Any) -> None:
+@pytest.mark.parametrize("loss_of", [loss_by_the_line, loss_with_the_term])
+@EACH
+def test_a_loss_that_the_script_keeps_keeps_nothing_but_numbers(variant, loss_of):
     """As in ``total = total + loss``, whose graph is that of all steps."""
     optimizer, batch = wrap(variant, mlp()), one()
     with no_collector(), Storages() as storages:

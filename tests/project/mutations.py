@@ -35,39 +35,39 @@ Change = Callable[[ast.FunctionDef], None]
 # ---- what can be done to a function ----------------------------------------------------------------------------------
 
 
-def begin(statement: str) -> Change:
+def begin(statement):
     """Run a statement first."""
 
-    def change(function: ast.FunctionDef) -> None:
+    def change(function):
         function.body.insert(1 if ast.get_docstring(function) is not None else 0, ast.parse(statement).body[0])
 
     return change
 
 
-def result(expression: str) -> Change:
+def result(expression):
     """Return another value, made of ``result`` and the ``arguments`` of the call."""
     decorator = f"lambda f: lambda *arguments: (lambda result: {expression})(f(*arguments))"
     return lambda function: function.decorator_list.append(ast.parse(decorator, mode="eval").body)
 
 
-def replace(old: str, new: str) -> Change:
+def replace(old, new):
     """Put an expression in the place of another, wherever that is in the function."""
     there, then = (ast.parse(text, mode="eval").body for text in (old, new))
     return lambda function: _exchange(function, ast.expr, there, then)
 
 
-def drop(statement: str) -> Change:
+def drop(statement):
     """Leave a statement out."""
     return lambda function: _exchange(function, ast.stmt, ast.parse(statement).body[0], ast.Pass())
 
 
-def _exchange(function: ast.FunctionDef, kind: type[ast.AST], old: ast.AST, new: ast.AST) -> None:
+def _exchange(function, kind, old, new):
     text = ast.unparse(old)
 
     class Exchange(ast.NodeTransformer):
         found = 0
 
-        def visit(self, node: ast.AST) -> ast.AST:
+        def visit(self, node):
             is_target = isinstance(getattr(node, "ctx", None), ast.Store)
             if isinstance(node, kind) and not is_target and ast.unparse(node) == text:
                 self.found += 1
@@ -93,19 +93,19 @@ class Fault:
     tests: str
 
     @property
-    def file(self) -> str:
+    def file(self):
         return f"dcl_optim/{self.where.partition(':')[0].replace('.', '/')}.py"
 
     @property
-    def paths(self) -> list[str]:
+    def paths(self):
         named = (f"{name}test_*" if name.endswith("/") else f"*/test_{name}" for name in self.tests.split())
         found = (sorted(HERE.glob(f"tests/{pattern}.py")) for pattern in named)
         return [str(path.relative_to(HERE)) for paths in found for path in paths]
 
-    def made_in(self, root: Path) -> str:
+    def made_in(self, root):
         """The file's text with the fault; ValueError if it cannot be made."""
         tree = ast.parse((root / self.file).read_text(encoding="utf-8"))
-        node: ast.AST = tree
+        node = tree
         for name in self.where.partition(":")[2].split("."):
             inner = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == name]
             if len(inner) != 1:
@@ -119,8 +119,15 @@ class Fault:
 NOTHING = begin("return None")
 GUARDS = [
     *("forward_begins", "logits_not_found", "logits_replaced", "step_is_over", "graph_of_term_is_kept"),
-    "gradient_not_read",
-    *("gradient_read", "term_called", "closure_ends", "step_has_no_penalty", "step_ends"),
+    *(
+        "gradient_not_read",
+        "gradient_read",
+        "first_term_called",
+        "term_called",
+        "closure_ends",
+        "step_has_no_penalty",
+        "step_ends",
+    ),
     *("superseded", "detached", "model_loaded", "state_loaded", "forward_alone"),
 ]
 FAULTS = [
@@ -214,7 +221,7 @@ FAULTS = [
 # ---- making and running them -----------------------------------------------------------------------------------------
 
 
-def copied(root: Path, folder: Path) -> Path:
+def copied(root, folder):
     """Copy a working tree, without what git ignores."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(listed, cwd=root, text=True).split("\0"):
@@ -224,7 +231,7 @@ def copied(root: Path, folder: Path) -> Path:
     return folder
 
 
-def failing_test(tree: Path, *arguments: str) -> str | None:
+def failing_test(tree, *arguments):
     """Run pytest up to the first test that fails, and give it; None if all pass."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     options = {"cwd": tree, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT}
@@ -238,7 +245,7 @@ def failing_test(tree: Path, *arguments: str) -> str | None:
     return found[1] if done.returncode and found else None
 
 
-def caught_by(fault: Fault, tree: Path) -> str | None:
+def caught_by(fault, tree):
     """Make the fault in a tree, and undo it again; give the test that fails."""
     file = tree / fault.file
     former = file.read_text(encoding="utf-8")
@@ -251,7 +258,7 @@ def caught_by(fault: Fault, tree: Path) -> str | None:
         file.write_text(former, encoding="utf-8")
 
 
-def main() -> int:
+def main():
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="names of faults, or parts of them; all without")
     parser.add_argument("--list", action="store_true", help="show the faults, and run nothing")
@@ -264,11 +271,11 @@ def main() -> int:
         print("\n".join(f"{fault.behavior} ({fault.where})" for fault in chosen))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        trees: SimpleQueue[Path] = SimpleQueue()
+        trees = SimpleQueue()
         for number in range(args.jobs):
             trees.put(copied(HERE, Path(folder, str(number))))
 
-        def run(fault: Fault) -> str | None:
+        def run(fault):
             tree = trees.get()
             start = time.monotonic()
             try:

@@ -1,12 +1,9 @@
 """The demo as its users run it, with tiny settings, and the script that it compares."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,12 +16,12 @@ WIDTH = 90  # columns
 PARTS = ("pool", "validation", "test")
 
 
-def run(out: Path, *flags: str) -> dict[str, Any]:
+def run(out, *flags):
     assert demo.main([*TINY, "--out", str(out), *flags]) == 0
     return json.loads((out / "results.json").read_text(encoding="utf-8"))
 
 
-def test_a_run_prints_one_table_and_writes_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_prints_one_table_and_writes_its_files(tmp_path, capsys):
     results = run(tmp_path / "deep" / "out")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "digits: 50 training images, 2 epochs, 2 seeds"
@@ -45,11 +42,11 @@ def test_when_dcp_differs_from_label_smoothing_is_on_the_page_that_it_names():
     assert re.search(rf"{gain}\b.* more than label smoothing", section, re.S)
 
 
-def test_it_trains_with_one_thread_and_puts_their_number_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    found: list[int] = []
+def test_it_trains_with_one_thread_and_puts_their_number_back(monkeypatch, tmp_path):
+    found = []
     train = demo.train
 
-    def counted(method: str, seed: int, **settings: Any) -> Any:
+    def counted(method, seed, **settings):
         found.append(torch.get_num_threads())
         return train(method, seed, **settings)
 
@@ -63,14 +60,14 @@ def test_it_trains_with_one_thread_and_puts_their_number_back(monkeypatch: pytes
         torch.set_num_threads(before)
 
 
-def test_same_seeds_same_numbers(tmp_path: Path):
+def test_same_seeds_same_numbers(tmp_path):
     torch.manual_seed(1)
     first = run(tmp_path / "a")["curves"]
     torch.manual_seed(2)
     assert run(tmp_path / "b")["curves"] == first
 
 
-def test_the_penalty_is_the_term_of_each_method(monkeypatch: pytest.MonkeyPatch):
+def test_the_penalty_is_the_term_of_each_method(monkeypatch):
     """With a penalty of 0 the methods are plain training: weights and batches are the same, and nothing else pulls."""
     plain = list(digits.train("plain", 3, epochs=11))
     for wrapper, method in ((digits.DCPOptimizer, "DCP"), (digits.DCLOptimizer, "DCL")):
@@ -88,7 +85,7 @@ def test_label_smoothing_is_the_rivals():
 
 
 @pytest.mark.parametrize(("epochs", "values"), [(1, 1), (5, 1), (6, 2), (10, 2), (11, 3)])
-def test_the_last_value_is_of_the_last_epoch(epochs: int, values: int):
+def test_the_last_value_is_of_the_last_epoch(epochs, values):
     assert len(list(digits.train("plain", 0, epochs=epochs))) == values
 
 
@@ -96,7 +93,7 @@ def test_validation_images_are_other_images():
     assert list(digits.train("plain", 0, epochs=1)) != list(digits.train("plain", 0, epochs=1, split="validation"))
 
 
-def test_wrong_labels_have_a_row_of_the_companion(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_wrong_labels_have_a_row_of_the_companion(tmp_path, capsys):
     wrong = run(tmp_path, "--wrong-labels", "0.3", "--seeds", "1")["curves"]
     assert list(wrong) == [*digits.METHODS, "DCL's companion"]
     assert wrong["DCL's companion"] != wrong["DCL"]
@@ -106,12 +103,10 @@ def test_wrong_labels_have_a_row_of_the_companion(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(("flags", "expected"), [([], (100, 10, 50)), (["--wrong-labels", "0.3"], (50, 5, 300))])
-def test_how_much_is_trained(
-    flags: list[str], expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    asked: list[tuple[Any, ...]] = []
+def test_how_much_is_trained(flags, expected, monkeypatch, tmp_path):
+    asked = []
 
-    def compare(train: Any, methods: Any, seeds: int) -> None:
+    def compare(train, methods, seeds):
         asked.append((train.keywords["epochs"], seeds, train.keywords["train_size"]))
         raise KeyboardInterrupt
 
@@ -160,7 +155,7 @@ def test_splits_are_disjoint_stratified_and_fixed():
         ["--out", __file__],
     ],
 )
-def test_bad_flags(flags: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_bad_flags(flags, capsys, tmp_path):
     with pytest.raises(SystemExit) as stopped:
         demo.main(flags if "--out" in flags else ["--out", str(tmp_path), *flags])
     assert stopped.value.code == 2
@@ -169,9 +164,7 @@ def test_bad_flags(flags: list[str], capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 @pytest.mark.parametrize(("package", "extra"), [("sklearn.datasets", "demo"), ("tqdm", "trial")])
-def test_without_an_optional_package(
-    package: str, extra: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_without_an_optional_package(package, extra, monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit) as stopped:
         demo.main(["--out", str(tmp_path)])

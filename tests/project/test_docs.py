@@ -1,7 +1,5 @@
 """The pages: their code runs, and the files that they name exist."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re

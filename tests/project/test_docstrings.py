@@ -1,7 +1,5 @@
 """What is public is documented: every argument, with an example that runs (as a doctest) or a reference to one."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pkgutil import resolve_name

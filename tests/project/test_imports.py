@@ -1,7 +1,5 @@
 """Who imports what: the layers of the package, and what is private in torch, CPython or here."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
@@ -27,13 +25,13 @@ PRIVATE = re.compile(
 )
 
 
-def unit(module: str) -> str:
+def unit(module):
     """The file or folder below dcl_optim that ``ORDER`` has a module in."""
     names = module.split(".")[1:3] or ["dcl_optim"]
     return ".".join(names) if ".".join(names) in LAYER else names[0]
 
 
-def imports_of(path: Path) -> list[tuple[str, str]]:
+def imports_of(path):
     """What a file imports from the package, anywhere in it: modules, and names of modules."""
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
@@ -46,7 +44,7 @@ def imports_of(path: Path) -> list[tuple[str, str]]:
     return [(target, name) for target, name in found if target.partition(".")[0] == "dcl_optim"]
 
 
-def test_imports_go_down() -> None:
+def test_imports_go_down():
     wrong = []
     for module, path in FILES.items():
         own = unit(module)
@@ -59,28 +57,28 @@ def test_imports_go_down() -> None:
     assert not wrong
 
 
-def test_the_guards_are_asked_by_the_algorithm_alone() -> None:
+def test_the_guards_are_asked_by_the_algorithm_alone():
     modules = {module for module, path in FILES.items() for target, _ in imports_of(path) if unit(target) == "guards"}
     assert {module for module in modules if unit(module) != "guards"} == {"dcl_optim.algorithm"}
 
 
-def test_no_circle() -> None:
+def test_no_circle():
     TopologicalSorter({name: {target for target, _ in imports_of(path)} for name, path in FILES.items()}).prepare()
 
 
-def test_private_apis_are_in_one_file() -> None:
+def test_private_apis_are_in_one_file():
     texts = {module: path.read_text() for module, path in FILES.items() if module != "dcl_optim.pytorch.internals"}
     assert not [(module, found[0]) for module in texts for found in PRIVATE.finditer(texts[module])]
 
 
-def test_a_private_module_is_imported_by_one_test_file_at_most() -> None:
+def test_a_private_module_is_imported_by_one_test_file_at_most():
     """Public is what the API pages have. So a change behind it changes one file of tests."""
     pages = "".join(page.read_text() for page in PAGES)
     documented = set(re.findall(r"^::: (\S+)", pages, re.MULTILINE))
     # The question that some tests force an answer to; and what the adversary compares with the truth.
     read_by_many = {"dcl_optim.pytorch.synchronization", "dcl_optim.loss.reader"}
     public = documented | read_by_many | {"dcl_optim"}
-    importers: dict[str, set[str]] = {}
+    importers = {}
     for path in ROOT.glob("tests/**/*.py"):
         for module, name in imports_of(path):
             if module not in public and f"{module}.{name}" not in public:

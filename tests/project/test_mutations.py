@@ -1,7 +1,5 @@
 """The list of deliberate faults is one of the code as it is: each can be made, and is Python."""
 
-from __future__ import annotations
-
 import ast
 
 import pytest
@@ -10,19 +8,19 @@ from tests.project.mutations import FAULTS, GUARDS, HERE
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.behavior for fault in FAULTS])
-def test_a_fault_can_be_made(fault) -> None:
+def test_a_fault_can_be_made(fault):
     made = fault.made_in(HERE)  # raises where the function, or what is changed in it, is not there
     assert made != ast.unparse(ast.parse((HERE / fault.file).read_text(encoding="utf-8")))
     compile(made, fault.file, "exec")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.behavior for fault in FAULTS])
-def test_its_test_files_are_there(fault) -> None:
+def test_its_test_files_are_there(fault):
     paths = fault.paths
     assert all(any(name.strip("/*") in path for path in paths) for name in fault.tests.split())
 
 
-def test_each_guard_has_a_fault() -> None:
+def test_each_guard_has_a_fault():
     (guards,) = (
         node
         for node in ast.parse((HERE / FAULTS[-1].file).read_text(encoding="utf-8")).body
@@ -32,5 +30,5 @@ def test_each_guard_has_a_fault() -> None:
     assert {name for name in methods if name[0] != "_"} == set(GUARDS)
 
 
-def test_faults_are_few() -> None:
+def test_faults_are_few():
     assert len({fault.behavior for fault in FAULTS}) == len(FAULTS) <= 60

@@ -1,12 +1,9 @@
 """What is built is what is meant: the wheel has the package alone, the sdist all that its tests read."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tarfile
 import zipfile
-from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -22,27 +19,27 @@ FILES = TEXTS | {"mkdocs.yml", "pyproject.toml"}
 NAME = f"dcl_optim-{__version__}"
 
 
-def files_of(folder: str) -> set[str]:
+def files_of(folder):
     """The files of a folder of the repository, without what tools leave there."""
     paths = (path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file())
     return {path.as_posix() for path in paths if not any(part[0] in "._" for part in path.parts[:-1])}
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
+def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=ROOT, check=True)
     return folder
 
 
 @pytest.fixture
-def wheel(built) -> zipfile.ZipFile:
+def wheel(built):
     with zipfile.ZipFile(built / f"{NAME}-py3-none-any.whl") as archive:
         yield archive
 
 
 @pytest.fixture
-def metadata(wheel) -> Message:
+def metadata(wheel):
     return Parser().parsestr(wheel.read(f"{NAME}.dist-info/METADATA").decode())
 
 

@@ -3,19 +3,14 @@
 After a change on purpose, replace ``FROZEN`` by what ``python -m tests.project.test_public_api`` prints.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import re
 import textwrap
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from pkgutil import resolve_name
-from types import ModuleType
-from typing import Any
 
 import dcl_optim
 from tests.project.typing import user_script
@@ -114,7 +109,7 @@ dcl_optim.layout.wide(tensor)
 """
 
 
-def documented() -> Iterator[str]:
+def documented():
     """The full names on the page: of modules the members that are named, or all functions and classes of their own."""
     for name, members in DIRECTIVE.findall("".join(page.read_text(encoding="utf-8") for page in PAGES)):
         found = resolve_name(name)
@@ -124,7 +119,7 @@ def documented() -> Iterator[str]:
             yield name
 
 
-def own(module: ModuleType) -> list[str]:
+def own(module):
     """What a module exports: its ``__all__``, or the public functions and classes that it defines."""
     defined = (name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__)
     return getattr(module, "__all__", [name for name in defined if name[0] != "_"])
@@ -133,14 +128,14 @@ def own(module: ModuleType) -> list[str]:
 class Default:
     """A default as a script would write it: a function by its name."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value):
         self.value = value
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return self.value.__qualname__ if inspect.isfunction(self.value) else repr(self.value)
 
 
-def signature(name: str, function: Any) -> str:
+def signature(name, function):
     """Names, kinds and defaults of the parameters; types are tests/project/typing's matter."""
     parameters = [
         parameter.replace(
@@ -152,7 +147,7 @@ def signature(name: str, function: Any) -> str:
     return f"{name}{inspect.Signature(parameters)}"
 
 
-def members(kind: type, others: set[Any]) -> Iterator[str]:
+def members(kind, others):
     """A class's public methods and attributes, without those of bases that have lines of their own or are torch's."""
     bases = itertools.takewhile(lambda base: base not in others and base.__module__.startswith("dcl_optim"), kind.mro())
     for name in sorted({name for base in bases for name in vars(base) if name[0] != "_" or name == "__call__"}):
@@ -165,7 +160,7 @@ def members(kind: type, others: set[Any]) -> Iterator[str]:
             yield f"    .{name}" + ("" if isinstance(value, property) else f" = {value!r}")
 
 
-def lines() -> Iterator[str]:
+def lines():
     yield f"dcl_optim: {', '.join(dcl_optim.__all__)}"
     public = {name: resolve_name(name) for name in documented()}
     classes = {value for value in public.values() if isinstance(value, type)}
@@ -175,7 +170,7 @@ def lines() -> Iterator[str]:
             yield from members(value, classes - {value})
 
 
-def api() -> str:
+def api():
     wrapped = (textwrap.fill(line, 116, subsequent_indent=" " * 8, break_on_hyphens=False) for line in lines())
     return "".join(line + "\n" for line in wrapped)
 

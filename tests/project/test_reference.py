@@ -1,26 +1,23 @@
 """dcl_optim/reference.py trains as the optimizers do, in float64, and is short."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer, reference
-from tests.helpers import assert_same, sgd
+from dcl_optim import DCPOptimizer, reference
+from tests.helpers import assert_same, sgd, wrap
+from tests.reference import EACH_WAY
 
 FEATURES, ROWS, STEPS = 20, 80, 30
 CLOSE = {"atol": 1e-12}
-Batches = list[tuple[Tensor, Tensor]]
 
 
-def network(classes: int, dropout: float = 0.0) -> nn.Module:
+def network(classes, dropout=0.0):
     """Of logits so large that some rows of four classes are where mse is linear."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, classes)).double()
@@ -28,7 +25,7 @@ def network(classes: int, dropout: float = 0.0) -> nn.Module:
     return model
 
 
-def batches(classes: int) -> Batches:
+def batches(classes):
     """Rows around a center for each class. Each batch lacks one class, and a tenth of the rows is ignored."""
     torch.manual_seed(1)
     centers = 4 * torch.randn(classes, FEATURES, dtype=torch.float64)
@@ -41,7 +38,7 @@ def batches(classes: int) -> Batches:
     return found
 
 
-def train(model: nn.Module, optimizer: Any, data: Batches, way: str) -> None:
+def train(model, optimizer, data, way):
     torch.manual_seed(2)
     for x, y in data:
         optimizer.zero_grad()
@@ -54,14 +51,14 @@ def train(model: nn.Module, optimizer: Any, data: Batches, way: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["distance", "dcp", "dcl"])
-def test_each_part_has_at_most_60_lines(part: str) -> None:
+def test_each_part_has_at_most_60_lines(part):
     text = Path(reference.__file__).read_text(encoding="utf-8")
     (code,) = re.findall(rf"start:{part}\](.*?)# --8<-- \[end:{part}\]", text, re.DOTALL)
     assert len(code.strip().splitlines()) <= 60
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-def test_dcp_with_a_fixed_weight(way: str) -> None:
+@EACH_WAY
+def test_dcp_with_a_fixed_weight(way):
     model, prototypes = network(4), reference.Prototypes(4, weight=0.7).double()
     reference.train_dcp(model, sgd(model), prototypes, batches(4))
     expected = network(4)
@@ -71,7 +68,7 @@ def test_dcp_with_a_fixed_weight(way: str) -> None:
     assert_same(prototypes.values, optimizer.prototypes, **CLOSE)
 
 
-def test_dcp_with_the_automatic_weight() -> None:
+def test_dcp_with_the_automatic_weight():
     """With 60 classes, so that the weight leaves its floor of 0.1."""
     model, prototypes = network(60), reference.Prototypes(60).double()
     reference.train_dcp(model, sgd(model), prototypes, batches(60))
@@ -83,8 +80,8 @@ def test_dcp_with_the_automatic_weight() -> None:
     assert_same(prototypes.values, optimizer.prototypes, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["line", "term"])
-def test_dcl(way: str) -> None:
+@EACH_WAY
+def test_dcl(way):
     """With dropout, whose masks both networks have, and an alpha with which the companion moves."""
     data = batches(4)
     model = network(4, dropout=0.2)
@@ -93,7 +90,7 @@ def test_dcl(way: str) -> None:
     reference.train_dcl(sgd(model), companion, data)
     expected = network(4, dropout=0.2)
     before = copy.deepcopy(expected)
-    optimizer = DCLOptimizer(sgd(expected), expected, weight=0.7, alpha=0.5, companion_fraction=1)
+    optimizer = wrap(expected, weight=0.7, alpha=0.5)
     train(expected, optimizer, data, way)
     assert_same(model, expected, **CLOSE)
     assert_same(companion.network, optimizer.companion, **CLOSE)

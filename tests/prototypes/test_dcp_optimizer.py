@@ -1,7 +1,5 @@
 """DCPOptimizer: the documentation of its arguments, the number of classes, and the ways of the labels."""
 
-from __future__ import annotations
-
 import inspect
 import re
 
@@ -11,7 +9,8 @@ import torch.nn.functional as F
 from dcl_optim import DCPOptimizer
 from dcl_optim.distances import mse
 from tests import reference
-from tests.helpers import CLASSES, assert_same, batches, mlp, sgd, train
+from tests.helpers import CLASSES, assert_same, batches, fit, mlp, sgd
+from tests.reference import NEAR
 
 
 def wrap(model, **options):
@@ -45,7 +44,7 @@ def test_the_number_of_classes_is_that_of_the_first_logits():
         model = mlp()
         optimizer = wrap(model, num_classes=number)
         assert optimizer.prototypes.shape == (0, 0)
-        train(model, optimizer, batches(5))
+        fit(optimizer, batches(5))
         results.append((model.state_dict(), optimizer.state_dict()))
     assert_same(*results)
 
@@ -63,4 +62,4 @@ def test_a_term_in_another_shape_in_evaluation_mode_and_with_a_factor_is_the_ref
         optimizer.step()
         reference.dcp_step(theirs, prototypes, plain, x, y, F.cross_entropy, mse, numbers=numbers)
     rows = torch.stack([prototypes[k] for k in range(CLASSES)])
-    assert_same((model.state_dict(), optimizer.prototypes), (theirs.state_dict(), rows), rtol=1e-10, atol=1e-12)
+    assert_same((model.state_dict(), optimizer.prototypes), (theirs.state_dict(), rows), **NEAR)

@@ -1,40 +1,33 @@
 """Masked classes: an entry of the logits that is masked neither pulls nor is averaged."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import Logits, assert_same
-from tests.reference import DISTANCES, dcp_step
+from tests.helpers import Logits, assert_same, assert_same_networks, sgd
+from tests.reference import DISTANCES, EACH_WAY, NEAR, dcp_step
 
 CLASSES, FEATURES, ROWS, STEPS = 6, 5, 16, 24
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 INF = float("inf")
 LOWEST = torch.finfo(torch.float64).min
-Mask = Callable[[int, Tensor], Tensor]
 
 
-def opened_later(step: int, x: Tensor) -> Tensor:
+def opened_later(step, x):
     """Half of the classes are closed up to step 12, and have labels in no step."""
     return (torch.arange(CLASSES) >= 3) & torch.tensor(step < 12)
 
 
-def drawn_for_each_batch(step: int, x: Tensor) -> Tensor:
+def drawn_for_each_batch(step, x):
     return (torch.arange(CLASSES) >= 3) & (torch.arange(CLASSES) % 3 != step % 3)
 
 
-def other_ones_in_each_row(step: int, x: Tensor) -> Tensor:
+def other_ones_in_each_row(step, x):
     return F.one_hot(3 + x[:, 0].abs().mul(10).long() % 3, CLASSES).bool()
 
 
-def from_the_third_step_on(step: int, x: Tensor) -> Tensor:
+def from_the_third_step_on(step, x):
     return other_ones_in_each_row(step, x) & torch.tensor(step >= 2)
 
 
@@ -44,25 +37,25 @@ MASKS = (opened_later, drawn_for_each_batch, other_ones_in_each_row, from_the_th
 class Masked(nn.Module):
     """The logits of the classes that are closed are a number, minus infinity by default; or it is added to them."""
 
-    def __init__(self, mask: Mask, number: float = -INF, adds: bool = False) -> None:
+    def __init__(self, mask, number=-INF, adds=False):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, CLASSES)).double()
         self.net[2].bias.data[3:] = -8.0
         self.step, self.mask, self.number, self.adds = 0, mask, number, adds
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         mask = self.mask(self.step, x)
         z = self.net(x)
         return z + mask * self.number if self.adds else z.masked_fill(mask, self.number)
 
 
-def wrap(model: nn.Module, **options: Any) -> DCPOptimizer:
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def wrap(model, **options):
+    base = sgd(model)
     return DCPOptimizer(base, model, **{"num_classes": CLASSES, "weight": 0.7, "alpha": 0.6} | options)
 
 
-def batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+def batches(steps=STEPS):
     """Class 2 comes first in step 4."""
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -72,7 +65,7 @@ def batches(steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def take_step(optimizer: DCPOptimizer, x: Tensor, y: Tensor, way: str = "line") -> None:
+def take_step(optimizer, x, y, way="line"):
     optimizer.zero_grad()
     z = optimizer.model(x)
     loss = F.cross_entropy(z, y)
@@ -85,8 +78,7 @@ def take_step(optimizer: DCPOptimizer, x: Tensor, y: Tensor, way: str = "line") 
     optimizer.model.step += 1
 
 
-Case = tuple[Mask, float, str, dict[str, Any]]
-CASES: list[Case] = [
+CASES = [
     *((mask, number, way, {}) for mask in MASKS for number in (-INF, -1000.0) for way in ("line", "term")),
     *((mask, -INF, "soft labels", {}) for mask in MASKS),
     *((other_ones_in_each_row, number, "term", {}) for number in (-1e4, LOWEST)),
@@ -96,15 +88,15 @@ CASES: list[Case] = [
 ]
 
 
-def train_both(case: Case) -> tuple[DCPOptimizer, nn.Module, dict[int, Tensor]]:
+def train_both(case):
     """The optimizer, and what the reference has trained and learned."""
     mask, number, way, options = case
     options = dict(options)
     model, theirs = Masked(mask, number, options.pop("adds", False)), Masked(mask)
-    optimizer, plain = wrap(model, **options), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    optimizer, plain = wrap(model, **options), sgd(theirs)
     distance = DISTANCES[options.get("distance", "mse")]
-    known: dict[int, Tensor] = {}
-    settings: Any = {"weight": 0.7, "alpha": 0.6, "numbers": None if "update" in options else {}}
+    known = {}
+    settings = {"weight": 0.7, "alpha": 0.6, "numbers": None if "update" in options else {}}
     for x, y in batches():
         take_step(optimizer, x, y, way)
         dcp_step(theirs, known, plain, x, y, F.cross_entropy, distance, **settings)
@@ -113,23 +105,23 @@ def train_both(case: Case) -> tuple[DCPOptimizer, nn.Module, dict[int, Tensor]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join([case[0].__name__, *map(str, case[1:])]))
-def test_training_equals_the_reference(case: Case) -> None:
+def test_training_equals_the_reference(case):
     optimizer, theirs, known = train_both(case)
-    assert_same(optimizer.model, theirs, **CLOSE)
+    assert_same(optimizer.model, theirs, **NEAR)
     for k, prototype in known.items():
-        assert_same(optimizer.prototypes[k], prototype, **CLOSE)
+        assert_same(optimizer.prototypes[k], prototype, **NEAR)
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
 
 
-def of_two_classes(**options: Any) -> DCPOptimizer:
+def of_two_classes(**options):
     model = Logits()
-    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    base = sgd(model, lr=0.0)
     return DCPOptimizer(base, model, **{"num_classes": 2, "weight": 1.0, "alpha": 1.0, "distance": "squared"} | options)
 
 
-def learn(optimizer: DCPOptimizer, rows: list[list[float]], labels: Tensor) -> float:
+def learn(optimizer, rows, labels):
     """One step by the term alone; give its value."""
     optimizer.zero_grad()
     penalty = optimizer.penalty(optimizer.model(torch.tensor(rows, dtype=torch.float64)), labels)
@@ -139,7 +131,7 @@ def learn(optimizer: DCPOptimizer, rows: list[list[float]], labels: Tensor) -> f
 
 
 @pytest.mark.parametrize("number", [-INF, -1000, -1e30])
-def test_hard_labels_by_hand(number: float) -> None:
+def test_hard_labels_by_hand(number):
     optimizer, first = of_two_classes(), torch.zeros(2, dtype=torch.long)
     assert learn(optimizer, [[1.0, number], [3.0, number]], first) == 0.0
     # Of class 0 is known (2, 0): (4 - 2)², (7 - 0)² and (0 - 2)², over two rows and two classes.
@@ -148,7 +140,7 @@ def test_hard_labels_by_hand(number: float) -> None:
     assert_same(optimizer.prototypes, torch.tensor([[2.0, 1.75], [0.0, 0.0]], dtype=torch.float64), atol=1e-12)
 
 
-def test_soft_labels_by_hand() -> None:
+def test_soft_labels_by_hand():
     """Half of class 0, which is (2, 0), and half of class 1, (0, 4): the mixture is (1, 2)."""
     optimizer = of_two_classes()
     learn(optimizer, [[2.0, -INF], [0.0, 4.0]], torch.tensor([0, 1]))
@@ -160,7 +152,7 @@ def test_soft_labels_by_hand() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("number", [-1000.0, torch.finfo(torch.float16).min, -INF])
-def test_a_mask_in_half_precision(dtype: torch.dtype, number: float) -> None:
+def test_a_mask_in_half_precision(dtype, number):
     """By hand as above: of class 0 is known (2, 0)."""
     optimizer, first = of_two_classes(), torch.zeros(1, dtype=torch.long)
     values = []
@@ -172,7 +164,7 @@ def test_a_mask_in_half_precision(dtype: torch.dtype, number: float) -> None:
     assert [value.item() for value in values] == [0.0, 2.0]
 
 
-def test_logits_that_are_low_as_a_whole_are_not_masked() -> None:
+def test_logits_that_are_low_as_a_whole_are_not_masked():
     """As squared distances in many dimensions."""
     optimizer, first = of_two_classes(), torch.zeros(1, dtype=torch.long)
     learn(optimizer, [[-2000.0, -2400.0]], first)
@@ -184,13 +176,13 @@ def test_logits_that_are_low_as_a_whole_are_not_masked() -> None:
 OPENED = pytest.mark.filterwarnings("ignore:the companion's logits are masked")
 
 
-def with_a_companion(number: float, adds: bool = False, **options: Any) -> DCLOptimizer:
+def with_a_companion(number, adds=False, **options):
     model = Masked(opened_later, number, adds)
-    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    base = sgd(model)
     return DCLOptimizer(base, model, **{"weight": 0.7, "alpha": 0.6} | options, companion_fraction=1)
 
 
-def train_on(optimizer: Any, data: Any, way: str) -> list[float]:
+def train_on(optimizer, data, way):
     """Give the penalties; labels are of all classes from step 12 on. The companion's own mask stays closed."""
     penalties = []
     for x, y in data:
@@ -206,12 +198,10 @@ def train_on(optimizer: Any, data: Any, way: str) -> list[float]:
 
 
 @OPENED
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @pytest.mark.parametrize("name", ["mse", "squared", "l1", "kl"])
 @pytest.mark.parametrize(("number", "adds"), [(-1e3, False), (-1e4, False), (-1e3, True), (-1e4, True)])
-def test_a_class_that_the_companion_masks_is_left_out_as_with_minus_infinity(
-    number: float, adds: bool, name: Any, way: str
-) -> None:
+def test_a_class_that_the_companion_masks_is_left_out_as_with_minus_infinity(number, adds, name, way):
     found = []
     for options in ((-INF,), (number, adds)):
         optimizer = with_a_companion(*options, distance=name)
@@ -219,10 +209,10 @@ def test_a_class_that_the_companion_masks_is_left_out_as_with_minus_infinity(
         found.append((penalties, optimizer.model, optimizer.companion))
     assert max(found[0][0]) < 20
     for first, second in zip(*found, strict=True):
-        assert_same(first, second, **CLOSE)
+        assert_same(first, second, **NEAR)
 
 
-def test_other_masks_in_the_companion_are_said_once_with_the_fix_which_works() -> None:
+def test_other_masks_in_the_companion_are_said_once_with_the_fix_which_works():
     optimizer, right = with_a_companion(-1e4), with_a_companion(-1e4)
     with pytest.warns(UserWarning, match=r"are masked .*\n  Fix: call optimizer.reset_companion\(\)") as caught:
         train_on(optimizer, batches(), "line")
@@ -235,7 +225,7 @@ def test_other_masks_in_the_companion_are_said_once_with_the_fix_which_works() -
 
 
 @OPENED
-def test_a_resumed_companion_masks_what_it_did() -> None:
+def test_a_resumed_companion_masks_what_it_did():
     whole, first = with_a_companion(-1e4), with_a_companion(-1e4)
     data = batches()
     train_on(whole, data, "line")
@@ -246,26 +236,25 @@ def test_a_resumed_companion_masks_what_it_did() -> None:
     second.load_state_dict(first.state_dict())
     second.companion.step = 0
     train_on(second, data[20:], "line")
-    assert_same(second.model, whole.model)
-    assert_same(second.companion, whole.companion)
+    assert_same_networks(second, whole)
 
 
 # ---- what the line reads ---------------------------------------------------------------------------------------------
 
 
-def two_of_six(step: int, x: Tensor) -> Tensor:
+def two_of_six(step, x):
     return torch.arange(CLASSES) >= 2
 
 
 @pytest.mark.parametrize("number", [-INF, -1e3])
-def test_two_open_classes_are_read_from_the_first_batch_on(number: float) -> None:
+def test_two_open_classes_are_read_from_the_first_batch_on(number):
     """As two classes are: split digits, tasks of two."""
     model, theirs = Masked(two_of_six, number), Masked(two_of_six)
-    optimizer, plain = wrap(model), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    known: dict[int, Tensor] = {}
-    settings: Any = {"weight": 0.7, "alpha": 0.6, "numbers": {}}
+    optimizer, plain = wrap(model), sgd(theirs)
+    known = {}
+    settings = {"weight": 0.7, "alpha": 0.6, "numbers": {}}
     for x, y in batches():
         take_step(optimizer, x, y % 2)
         dcp_step(theirs, known, plain, x, y % 2, F.cross_entropy, DISTANCES["mse"], **settings)
     assert optimizer.logs()["skipped"] == 0
-    assert_same(optimizer.model, theirs, **CLOSE)
+    assert_same(optimizer.model, theirs, **NEAR)

@@ -1,12 +1,7 @@
 """The prototypes: penalty and update against the reference, soft labels, labels to rows, figures, state, two ranks."""
 
-from __future__ import annotations
-
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,27 +15,26 @@ from torch.utils._pytree import tree_leaves
 from dcl_optim import AutoWeight, DCPOptimizer
 from dcl_optim.prototypes.labels import labels_of
 from dcl_optim.pytorch import synchronization
-from tests.helpers import Logits, assert_same, huber, train
-from tests.reference import DISTANCES, dcp_step, prototypes_learn, prototypes_penalty
+from tests.helpers import Logits, assert_same, fit, huber, needs_gloo, resume, same_on_both, sgd, train
+from tests.reference import DISTANCES, NEAR, dcp_step, prototypes_learn, prototypes_penalty
 from tests.reference import train as train_by
 
 CLASSES, FEATURES, ROWS = 12, 5, 8  # fewer rows than classes
 KEY = "dcl_optim.DCPOptimizer"
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 NAN, INF = float("nan"), float("inf")
 
 
-def network(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def network(seed=0, dtype=torch.float64):
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, CLASSES)).to(dtype)
 
 
-def wrap(model: nn.Module, lr: float = 0.1, **options: Any) -> DCPOptimizer:
-    base = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+def wrap(model, lr=0.1, **options):
+    base = sgd(model, lr=lr)
     return DCPOptimizer(base, model, **{"num_classes": CLASSES, "weight": 1.0, "alpha": 0.6} | options)
 
 
-def batches(steps: int, size: int = ROWS, seed: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(steps, size=ROWS, seed=1):
     """Small enough for classes to be absent, and to come for the first time late."""
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -49,18 +43,18 @@ def batches(steps: int, size: int = ROWS, seed: int = 1) -> Iterator[tuple[Tenso
         yield x, torch.randint(known, (size,), generator=generator)
 
 
-def one_hot(y: Tensor, classes: int = CLASSES) -> Tensor:
+def one_hot(y, classes=CLASSES):
     return F.one_hot(y, classes).double()
 
 
-def step_on(optimizer: DCPOptimizer, z: Tensor, labels: Tensor) -> None:
+def step_on(optimizer, z, labels):
     """One step of :class:`Logits` by the term alone."""
     optimizer.zero_grad()
     optimizer.penalty(optimizer.model(z), labels).backward()
     optimizer.step()
 
 
-def know(optimizer: DCPOptimizer, values: Tensor, seen: Tensor) -> None:
+def know(optimizer, values, seen):
     state = optimizer.state_dict()
     state[KEY]["forecaster"] = {"values": values, "numbers": seen.to(values), "fit": torch.zeros(2)}
     optimizer.load_state_dict(state)
@@ -87,14 +81,14 @@ def test_thirty_steps_equal_the_reference(reads, distance, update, alpha, monkey
         monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step == 1)
     model, theirs = network(), network()
     optimizer = wrap(model, weight=0.7, alpha=alpha, update=update, distance=distance)
-    plain, known = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9), {}
+    plain, known = sgd(theirs), {}
     settings = {"weight": 0.7, "alpha": alpha, "numbers": {} if update == "rows" else None}
     for x, y in batches(30):
-        train(model, optimizer, [(x, y)])
+        fit(optimizer, [(x, y)])
         dcp_step(theirs, known, plain, x, y, F.cross_entropy, FUNCTIONS[distance], **settings)
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
-    assert_same(model, theirs, **CLOSE)
-    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
+    assert_same(model, theirs, **NEAR)
+    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **NEAR)
 
 
 # ---- steps that learn from no row ------------------------------------------------------------------------------------
@@ -103,19 +97,19 @@ SOME = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([0, 0, 1, 5])
 CLASS_WEIGHTS = torch.arange(1.0, CLASSES + 1).double()
 
 
-def unread(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+def unread(optimizer, z, y):
     return F.cross_entropy(optimizer.model(z), y, weight=CLASS_WEIGHTS)
 
 
-def not_finite(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+def not_finite(optimizer, z, y):
     return NAN * F.cross_entropy(optimizer.model(z), y)
 
 
-def no_label(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+def no_label(optimizer, z, y):
     return F.cross_entropy(optimizer.model(z), y - 100 - y, reduction="sum")
 
 
-def no_label_of_the_term(optimizer: DCPOptimizer, z: Tensor, y: Tensor) -> Tensor:
+def no_label_of_the_term(optimizer, z, y):
     return optimizer.penalty(optimizer.model(z), y - 100 - y)
 
 
@@ -136,7 +130,7 @@ def test_a_step_that_learns_from_no_row_ages_all_prototypes(reads, loss_of, upda
             loss_of(optimizer, torch.randn(4, CLASSES).double(), SOME[1]).backward()
             optimizer.model.zero.grad.zero_()
             optimizer.step()
-            assert_same(optimizer.prototypes, means, **CLOSE)
+            assert_same(optimizer.prototypes, means, **NEAR)
             numbers *= alpha
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         z = torch.randn(len(y), CLASSES).double()
@@ -150,8 +144,8 @@ def test_a_step_that_learns_from_no_row_ages_all_prototypes(reads, loss_of, upda
             count = len(mine) if update == "rows" else 1 - alpha * float(numbers[k])
             numbers[k] = alpha * numbers[k] + count
             means[k] += count / numbers[k] * (mine.mean(0) - means[k])
-        assert_same(optimizer.prototypes, means, **CLOSE)
-        assert_same(optimizer.state_dict()[KEY]["forecaster"]["numbers"], numbers, **CLOSE)
+        assert_same(optimizer.prototypes, means, **NEAR)
+        assert_same(optimizer.state_dict()[KEY]["forecaster"]["numbers"], numbers, **NEAR)
 
 
 # ---- ignored rows ----------------------------------------------------------------------------------------------------
@@ -176,8 +170,9 @@ def test_rows_that_the_loss_ignores_count_for_nothing(distance, ignored, by_term
             optimizer.step()
             penalties.append(optimizer.logs()["penalty"])
         results.append((model.state_dict(), optimizer.prototypes, optimizer.forecaster.seen, torch.tensor(penalties)))
-        assert optimizer.penalty(model(x), torch.full_like(y, -100)) == 0
-    assert_same(*results, **CLOSE)
+        if by_term:
+            assert optimizer.penalty(model(x), torch.full_like(y, -100)) == 0
+    assert_same(*results, **NEAR)
     assert results[0][3][-1] > 0
 
 
@@ -197,7 +192,7 @@ def test_ignored_rows_that_are_masked_altogether_leave_no_trace(distance):
 # ---- soft labels -----------------------------------------------------------------------------------------------------
 
 
-def mixtures(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def mixtures(steps):
     """Mixup of two labels a row: few columns have a share, and other ones in each batch."""
     for (x, y), (_, other) in zip(batches(steps), batches(steps, seed=9), strict=True):
         yield x, 0.75 * one_hot(y) + 0.25 * one_hot(other)
@@ -207,9 +202,9 @@ def mixtures(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
     monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: reads)
     model, theirs = network(), network()
-    optimizer, plain = wrap(model, distance=distance), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
-    known: dict[int, Tensor] = {}
-    numbers: dict[int, float] = {}
+    optimizer, plain = wrap(model, distance=distance), sgd(theirs)
+    known = {}
+    numbers = {}
     for x, shares in mixtures(30):
         train_by(optimizer, [(x, shares)], loss=F.cross_entropy)
         z = theirs(x)
@@ -218,8 +213,8 @@ def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
         plain.step()
         prototypes_learn(z.detach(), shares, known, 0.6, numbers)
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
-    assert_same(model, theirs, **CLOSE)
-    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **CLOSE)
+    assert_same(model, theirs, **NEAR)
+    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **NEAR)
 
 
 def test_soft_labels_by_hand():
@@ -260,7 +255,7 @@ def test_a_width_of_logits_that_is_not_num_classes_is_refused():
         loss.backward()
 
 
-def smoothed(classes: int) -> Tensor:
+def smoothed(classes):
     soft = 0.9 * one_hot(torch.arange(ROWS) % classes, classes) + 0.1 / classes
     soft[:, -1] -= 1e-5  # a rest that was subtracted and rounded
     return soft
@@ -279,10 +274,10 @@ def test_what_rounding_leaves_of_soft_labels_is_accepted(soft):
     assert_same(labels_of(soft, torch.zeros(soft.shape), may_read=True, ignore_index=-100).rows, soft.float())
 
 
-def trained(steps: int = 5) -> tuple[nn.Module, DCPOptimizer]:
+def trained(steps=5):
     model = network()
     optimizer = wrap(model)
-    train(model, optimizer, batches(steps))
+    fit(optimizer, batches(steps))
     return model, optimizer
 
 
@@ -324,7 +319,7 @@ def test_a_state_of_another_number_of_classes_is_refused_where_it_is_given_else_
     optimizer = wrap(model, num_classes=None)
     optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match=r"row varies: .* state, had 12 logits a row, this one has 9.* Positions"):
-        train(model, optimizer, [(x, y % 9) for x, y in batches(1)])
+        fit(optimizer, [(x, y % 9) for x, y in batches(1)])
 
 
 @pytest.mark.parametrize("batch_without_step", [False, True])
@@ -350,7 +345,7 @@ def test_an_earlier_state_takes_back_what_came_after_it(batch_without_step):
 class NoPassOverAll(TorchDispatchMode):
     """Refuses operations on tensors of a size or more, but for reading, adding to and setting some of their rows."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self._size = size
 
@@ -384,21 +379,18 @@ def test_a_step_passes_over_the_prototypes_of_its_own_classes_only():
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
-needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-
-
-def part_of(rank: int | None, x: Tensor, y: Tensor, cut: int = ROWS // 2) -> tuple[Tensor, Tensor]:
+def part_of(rank, x, y, cut=ROWS // 2):
     """By label, so that most classes are absent on one rank."""
     order = torch.argsort(y, stable=True)
     rows = order if rank is None else (order[:cut], order[cut:])[rank]
     return x[rows], y[rows]
 
 
-def snapshot(model: nn.Module, optimizer: DCPOptimizer) -> dict[str, Any]:
+def snapshot(model, optimizer):
     return {"model": model.state_dict(), "own": optimizer.prototypes, "seen": optimizer.forecaster.seen}
 
 
-def trained_unevenly(rank: int | None = None) -> dict[str, Any]:
+def trained_unevenly(rank=None):
     """A quarter of the rows and the rest: the mean of the penalty in each rank weighs them otherwise than the batch."""
     model = network()
     called = model if rank is None else DistributedDataParallel(model)
@@ -412,7 +404,7 @@ def trained_unevenly(rank: int | None = None) -> dict[str, Any]:
     return snapshot(model, optimizer)
 
 
-def trained_in_parts(rank: int | None = None) -> dict[str, Any]:
+def trained_in_parts(rank=None):
     """One rank has its rows in two forwards, the other in one, of soft labels; in two steps one or both have none."""
     model = network()
     group = None if rank is None else dist.group.WORLD  # no DistributedDataParallel
@@ -432,7 +424,7 @@ def trained_in_parts(rank: int | None = None) -> dict[str, Any]:
     return snapshot(model, optimizer)
 
 
-def trained_by_the_automatic_weight(rank: int | None = None) -> dict[str, Any]:
+def trained_by_the_automatic_weight(rank=None):
     """It follows the accuracy on the joint batch."""
     model = network()
     called = model if rank is None else DistributedDataParallel(model)
@@ -441,7 +433,7 @@ def trained_by_the_automatic_weight(rank: int | None = None) -> dict[str, Any]:
     return snapshot(model, optimizer) | {"fit": optimizer.state_dict()[KEY]["forecaster"]["fit"]}
 
 
-def trained_where_one_rank_meets_nan(rank: int) -> dict[str, Any]:
+def trained_where_one_rank_meets_nan(rank):
     model = network(dtype=torch.float32)
     parallel = DistributedDataParallel(model)
     optimizer = wrap(model)
@@ -460,10 +452,10 @@ def trained_where_one_rank_meets_nan(rank: int) -> dict[str, Any]:
     return snapshot(model, optimizer)
 
 
-JOINT: list[Callable[..., Any]] = [trained_unevenly, trained_in_parts, trained_by_the_automatic_weight]
+JOINT = [trained_unevenly, trained_in_parts, trained_by_the_automatic_weight]
 
 
-def worker(rank: int, folder: Path) -> None:
+def worker(rank, folder):
     for case in JOINT:
         torch.save(case(rank), folder / f"{case.__name__} {rank}.pt")
     with warnings.catch_warnings():
@@ -471,22 +463,16 @@ def worker(rank: int, folder: Path) -> None:
         torch.save(trained_where_one_rank_meets_nan(rank), folder / f"nan {rank}.pt")
 
 
-def same_on_both(ranks: Path, name: str) -> dict[str, Any]:
-    first, second = (torch.load(ranks / f"{name} {rank}.pt", weights_only=True) for rank in (0, 1))
-    assert_same(first, second)
-    return first
-
-
 @needs_gloo
 @pytest.mark.parametrize("case", JOINT)
-def test_both_ranks_hold_the_same_bits_and_what_one_process_has_on_the_joint_batch(case, ranks: Path):
+def test_both_ranks_hold_the_same_bits_and_what_one_process_has_on_the_joint_batch(case, ranks):
     found = same_on_both(ranks, case.__name__)
-    assert_same(found, case(), **CLOSE)
+    assert_same(found, case(), **NEAR)
     assert found["seen"].sum() > CLASSES // 2
 
 
 @needs_gloo
-def test_a_rank_whose_batch_is_not_finite_leaves_the_other_in_step(ranks: Path):
+def test_a_rank_whose_batch_is_not_finite_leaves_the_other_in_step(ranks):
     found = same_on_both(ranks, "nan")
     assert found["own"].isfinite().all()
     assert found["seen"].all()
@@ -497,12 +483,12 @@ def test_prototypes_have_the_dtype_of_the_logits_also_after_resuming(first_param
     """Not that of the first parameter, which may be narrower or complex."""
 
     class Widening(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.first = nn.Parameter(torch.ones(FEATURES, dtype=first_parameter))
             self.head = nn.Linear(FEATURES, CLASSES).double()
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.head((x * self.first).real.double())
 
     def build():
@@ -513,8 +499,7 @@ def test_prototypes_have_the_dtype_of_the_logits_also_after_resuming(first_param
     model, optimizer = build()
     train(model, optimizer, batches(3))
     again, second = build()
-    again.load_state_dict(model.state_dict())
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resume(second, optimizer)
     assert second.prototypes.dtype == torch.float64
     for network_, stepped in ((model, optimizer), (again, second)):
         train(network_, stepped, batches(3, seed=2))

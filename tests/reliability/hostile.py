@@ -1,19 +1,14 @@
 """A small training with its checkpoint, and ways to damage what is in it."""
 
-from __future__ import annotations
-
 import io
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import batches, mlp
+from tests.helpers import batches, fit, mlp
+from tests.reference import wrap
 
-VARIANTS = ("dcl", "dcp")
 # What is put in place of each part of a state in turn.
-JUNK: dict[str, Any] = {"none": None, "text": "text", "minus one": -1, "nan": float("nan"), "list": [], "empty": {}}
+JUNK = {"none": None, "text": "text", "minus one": -1, "nan": float("nan"), "list": [], "empty": {}}
 JUNK |= {"scalar": torch.tensor(0.0), "vector": torch.zeros(7), "complex": torch.zeros(2, dtype=torch.complex64)}
 ABSENT = object()
 
@@ -21,22 +16,15 @@ ABSENT = object()
 class Training:
     """A model and its optimizer after some steps."""
 
-    def __init__(self, variant: str, steps: int, **options: Any) -> None:
-        self.model, self.criterion = mlp(), torch.nn.CrossEntropyLoss()
-        base = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        if variant == "dcl":
-            self.optimizer: Any = DCLOptimizer(base, self.model, **options, companion_fraction=1)
-        else:
-            self.optimizer = DCPOptimizer(base, self.model, **options)
-        for x, y in batches(steps):
-            self.optimizer.zero_grad()
-            self.criterion(self.model(x), y).backward()
-            self.optimizer.step()
+    def __init__(self, variant, steps, **options):
+        self.model = mlp()
+        self.optimizer = wrap(variant, self.model, torch.optim.Adam(self.model.parameters(), lr=0.01), **options)
+        fit(self.optimizer, batches(steps))
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
-    def everything(self) -> bytes:
+    def everything(self):
         """All that a failed call must leave alone, to the bit."""
         hooks = [len(table) for name, table in vars(self.model).items() if name.endswith("hooks")]
         buffer = io.BytesIO()
@@ -44,7 +32,7 @@ class Training:
         return buffer.getvalue()
 
 
-def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def places(tree, above=()):
     """The way to each part of a nested state, itself left out."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, (list, tuple)) else ()
     for key, value in items:
@@ -52,7 +40,7 @@ def places(tree: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value, (*above, key))
 
 
-def replaced(tree: Any, place: tuple[Any, ...], value: Any) -> Any:
+def replaced(tree, place, value):
     """A copy of a state with another part at a place, or with none."""
     if not place:
         return value

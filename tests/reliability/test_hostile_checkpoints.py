@@ -1,16 +1,13 @@
 """Damaged checkpoints: an error before anything changes, or a state that fits."""
 
-from __future__ import annotations
-
 import copy
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from tests.reliability.hostile import ABSENT, JUNK, VARIANTS, Training, places, replaced
+from tests.reference import EACH
+from tests.reliability.hostile import ABSENT, JUNK, Training, places, replaced
 
 FLIPS = 200
 # What junk may be in its place: an optimizer without a state, prototypes from before the first batch, a loss of which
@@ -21,12 +18,7 @@ RIGHT |= {("loss", name, "nan") for name in ("smoothing", "error", "scale")}
 RIGHT |= {("loss", name, "minus one") for name in ("class_dim", "num_silent")}
 
 
-@pytest.fixture(params=VARIANTS)
-def variant(request) -> str:
-    return request.param
-
-
-def is_taken(load: Callable[[], None], error: type[Exception]) -> bool:
+def is_taken(load, error):
     try:
         load()
     except error:
@@ -34,6 +26,7 @@ def is_taken(load: Callable[[], None], error: type[Exception]) -> bool:
     return True
 
 
+@EACH
 def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(variant, tmp_path):
     """torch.load does not compare the checksums of tensors: a bit flipped inside one goes unnoticed."""
     checkpoint = tmp_path / "run.pt"
@@ -41,7 +34,7 @@ def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(varian
     whole, draw, victim = checkpoint.read_bytes(), random.Random(0), Training(variant, 3)
     before, ours, taken = victim.everything(), copy.deepcopy(victim.optimizer.state_dict()), 0
 
-    def load() -> None:  # torch.load runs into any error, in the middle of a pickle that makes no sense
+    def load():  # torch.load runs into any error, in the middle of a pickle that makes no sense
         victim.optimizer.load_state_dict(torch.load(checkpoint, weights_only=True)["optimizer"])
 
     for _ in range(FLIPS):
@@ -56,12 +49,13 @@ def test_a_flipped_bit_is_an_error_before_any_change_or_a_state_that_fits(varian
     assert taken < 0.9 * FLIPS
 
 
-def is_left_to_torch(place: tuple[Any, ...]) -> bool:
+def is_left_to_torch(place):
     """Whether a place is inside a base's or companion's optimizer state or group, which torch does not look into."""
     return any(name in place[:-1] for name in ("state", "param_groups"))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, for what it makes of complex numbers and indices
+@EACH
 def test_a_state_with_another_name_type_or_shape_is_refused_whole(variant):
     good, victim = Training(variant, 6).optimizer.state_dict(), Training(variant, 3)
     before, ours = victim.everything(), copy.deepcopy(victim.optimizer.state_dict())

@@ -1,32 +1,25 @@
 """Two threads train as one after the other does."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.helpers import PATIENCE, assert_same, batch_norm_net, batches, mlp
+from tests.reference import wrap
 
 
 class Trainee:
     """A training without random draws: dropout draws from the process's one generator, in the order of the threads."""
 
-    def __init__(self, variant: str, seed: int) -> None:
+    def __init__(self, variant, seed):
         self.model = (mlp, batch_norm_net)[seed % 2](seed)
         self.criterion, self.seed = nn.CrossEntropyLoss(), seed
-        base = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        if variant == "dcl":
-            self.optimizer: Any = DCLOptimizer(base, self.model, weight=1.0, companion_fraction=1)
-        else:
-            self.optimizer = DCPOptimizer(base, self.model, weight=1.0)
+        self.optimizer = wrap(variant, self.model, torch.optim.AdamW(self.model.parameters(), lr=0.01))
 
-    def train(self, barrier: threading.Barrier | None = None) -> None:
+    def train(self, barrier=None):
         torch.set_num_threads(1)
         for x, y in batches(150, seed=self.seed):
             if barrier:
@@ -35,7 +28,7 @@ class Trainee:
             self.criterion(self.model(x), y).backward()
             self.optimizer.step()
 
-    def end(self) -> dict[str, Any]:
+    def end(self):
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 

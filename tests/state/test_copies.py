@@ -1,11 +1,8 @@
 """Copies and pickles go on by themselves; hooks come off without a trace."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
-import pickle
 import weakref
 
 import pytest
@@ -13,33 +10,34 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests import reference
 from tests.helpers import (
-    CLASSES,
     assert_same,
+    assert_same_networks,
     backward,
     batch_norm_net,
     batches,
+    fit,
     mlp,
     one,
     sgd,
+    through_pickle,
     train,
     wrap,
 )
+from tests.reference import EACH
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle])
 def test_a_copy_with_the_model_goes_on_independently(copied):
     model = batch_norm_net()
     optimizer = wrap(model)
     torch.optim.lr_scheduler.StepLR(optimizer, 10)  # leaves a patched step on the instance
-    train(model, optimizer, batches(3))
+    fit(optimizer, batches(3))
     twin, twin_optimizer = copied((model, optimizer))
-    train(model, optimizer, batches(3, seed=2))
+    fit(optimizer, batches(3, seed=2))
     train(twin, twin_optimizer, batches(3, seed=2))
-    assert_same(model, twin)
-    assert_same(optimizer.companion, twin_optimizer.companion)
+    assert_same_networks(optimizer, twin_optimizer)
     assert twin_optimizer.model is twin
     assert sum(type(hook).__name__ == "Hook" for hook in twin._forward_hooks.values()) == 1
 
@@ -58,11 +56,11 @@ def test_a_copy_of_a_model_that_holds_its_optimizer():
     train(model, model.trainer, batches(1))
 
 
-@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
-def test_a_copy_keeps_nothing_of_its_original(kind):
+@EACH
+def test_a_copy_keeps_nothing_of_its_original(variant):
     model = mlp()
-    optimizer = kind(sgd(model), model)
-    train(model, optimizer, batches(2))
+    optimizer = reference.wrap(variant, model)
+    fit(optimizer, batches(2))
     copied = copy.deepcopy((model, optimizer))
     originals = [weakref.ref(one) for one in (model, optimizer, optimizer.forecaster)]
     del model, optimizer
@@ -71,32 +69,11 @@ def test_a_copy_keeps_nothing_of_its_original(kind):
     train(*copied, batches(2))
 
 
-def hooks(model):
-    tables = (model._forward_hooks, model._forward_pre_hooks)
-    return [dict(table) for table in tables] + [
-        dict(model._forward_hooks_with_kwargs), dict(model._forward_pre_hooks_with_kwargs)
-    ]  # fmt: skip
-
-
-def test_detach_restores_the_modules_and_allows_wrapping_again():
+@EACH
+def test_a_model_that_is_saved_whole_after_detach_loads_without_this_package(variant):
     model = mlp()
-    before = hooks(model)
-    optimizer = DCPOptimizer(sgd(model), model, num_classes=CLASSES, weight=1.0)
-    optimizer.detach()
-    assert hooks(model) == before
-    alone = copy.deepcopy(model)
-    train(model, optimizer, batches(3))  # goes on as the base optimizer
-    train(alone, sgd(alone), batches(3))
-    assert_same(model, alone)
-    wrap(model)
-    gc.collect()
-
-
-@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
-def test_a_model_that_is_saved_whole_after_detach_loads_without_this_package(kind):
-    model = mlp()
-    optimizer = kind(sgd(model), model)
-    train(model, optimizer, batches(2))
+    optimizer = reference.wrap(variant, model)
+    fit(optimizer, batches(2))
     for needs_package in (True, False):
         file = io.BytesIO()
         torch.save(model, file)
@@ -109,17 +86,16 @@ def test_a_copy_of_a_detached_optimizer_stays_detached():
     optimizer.detach()
     twin = copy.deepcopy(optimizer)
     assert not twin.model._forward_hooks
-    train(twin.model, twin, batches(2))
+    fit(twin, batches(2))
     twin.detach()
 
 
 def test_a_dead_optimizer_leaves_no_hook():
     model = mlp()
-    before = hooks(model)
     optimizer = wrap(model)
-    train(model, optimizer, batches(1))
+    fit(optimizer, batches(1))
     del optimizer
-    assert hooks(model) == before, "no reference cycle keeps the optimizer alive"
+    assert not model._forward_hooks, "no reference cycle keeps the optimizer alive"
     wrap(model)
 
 
@@ -129,7 +105,7 @@ def test_a_second_wrapper_takes_over_and_the_first_says_so(parallel):
     """As when a notebook's cell runs again, or a trainer fits again, while the first optimizer still exists."""
     model = mlp()
     optimizer = wrap(model)
-    train(model, optimizer, batches(2))
+    fit(optimizer, batches(2))
     second = wrap(nn.DataParallel(model) if parallel else model)
     before = copy.deepcopy(model)
     backward(model, *one())
@@ -139,7 +115,7 @@ def test_a_second_wrapper_takes_over_and_the_first_says_so(parallel):
     optimizer.detach()
     optimizer.step()  # goes on as its base
     assert not torch.equal(model[0].weight, before[0].weight)
-    train(second.model, second, batches(2, seed=5))
+    fit(second, batches(2, seed=5))
     assert second.logs()["step"] == 2
 
 

@@ -1,18 +1,14 @@
 """Copies, pickles and checkpoints of a moment between two steps, at which the companion's backward may be to come."""
 
-from __future__ import annotations
-
 import copy
 import io
-import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from dcl_optim import DCLOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, snapshot
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, snapshot, through_pickle, wrap
+from tests.reference import loss_by_the_line, loss_with_the_term
 
 TOTAL, BREAK = 8, 4
 MOMENTS = ["after a step", "after a forward", "within an accumulation"]
@@ -22,16 +18,7 @@ STATISTICS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, CLASSES)).double()
-    return DCLOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, weight=1.0, companion_fraction=1)
-
-
-def loss_by_the_line(optimizer, x, y):
-    return F.cross_entropy(optimizer.model(x), y)
-
-
-def loss_with_the_term(optimizer, x, y):
-    z = optimizer.model(x)
-    return F.cross_entropy(z, y) + optimizer.penalty(z)
+    return wrap(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
 def run(optimizer, loss_of, first, last, moment=None, save=None):
@@ -85,10 +72,6 @@ def without_statistics(found):
     return {key: without_statistics(value) for key, value in found.items() if key not in STATISTICS}
 
 
-def by_pickle(optimizer):
-    return pickle.loads(pickle.dumps(optimizer))
-
-
 @pytest.mark.parametrize(
     ("moment", "copied", "loss_of"),
     [
@@ -96,7 +79,7 @@ def by_pickle(optimizer):
         ("after a forward", copy.deepcopy, loss_by_the_line),
         ("after a forward", copy.deepcopy, loss_with_the_term),
         ("within an accumulation", copy.deepcopy, loss_with_the_term),
-        ("within an accumulation", by_pickle, loss_by_the_line),
+        ("within an accumulation", through_pickle, loss_by_the_line),
     ],
 )
 def test_a_copy_and_its_original_both_go_on(moment, copied, loss_of):

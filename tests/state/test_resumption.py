@@ -1,17 +1,27 @@
 """k steps, a checkpoint, n - k steps in a new process: bit for bit the run that was not interrupted."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, linear_growth, mlp, running_average, train
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    assert_same,
+    batches,
+    fit,
+    linear_growth,
+    mlp,
+    resume,
+    running_average,
+    sgd,
+    train,
+    wrap,
+)
 
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4),
@@ -22,7 +32,7 @@ CASES = [(variant, base) for variant in ("dcl", "dcp") for base in BASES]
 TOTAL, BREAK = 12, 5
 
 
-def build(variant: str, base: str):
+def build(variant, base):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(FEATURES, 12), torch.nn.BatchNorm1d(12), torch.nn.Dropout(0.2)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(12, CLASSES))
@@ -50,7 +60,7 @@ def snapshot(model, optimizer, scheduler):
     return state | {"random": torch.get_rng_state()}
 
 
-def resume(_: int, folder: Path) -> None:
+def resume_in_a_process(_, folder):
     """Runs in the new process, with as many threads: sums are bit-identical for one number of threads only."""
     torch.set_num_threads(1)
     for variant, base in CASES:
@@ -66,7 +76,7 @@ def resume(_: int, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory) -> Path:
+def resumed(tmp_path_factory):
     """Where the runs are that were interrupted; one new process has ended them all."""
     folder = tmp_path_factory.mktemp("resumed")
     for variant, base in CASES:
@@ -74,7 +84,7 @@ def resumed(tmp_path_factory) -> Path:
         half = build(variant, base)
         run(*half, 0, BREAK)
         torch.save(snapshot(half[0], half[2], half[3]), folder / f"{variant} {base}.pt")
-    mp.start_processes(resume, (folder,), nprocs=1, start_method="forkserver")
+    mp.start_processes(resume_in_a_process, (folder,), nprocs=1, start_method="forkserver")
     return folder
 
 
@@ -91,36 +101,36 @@ def test_resumed_run_equals_uninterrupted_run(variant, base, resumed):
 
 def test_state_dict_keeps_the_bases_part_readable_by_the_plain_optimizer():
     model = mlp()
-    optimizer = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0, companion_fraction=1)
-    train(model, optimizer, batches(3))
+    optimizer = wrap(model)
+    fit(optimizer, batches(3))
     state = optimizer.state_dict()
     assert set(state) == {"state", "param_groups", "dcl_optim.DCLOptimizer"}
-    plain = BASES["sgd"](model.parameters())
+    plain = sgd(model)
     plain.load_state_dict(state)
     assert_same(plain.state_dict()["state"], optimizer.base.state_dict()["state"])
 
 
 def dcl_and_other():
     model, other = mlp(), mlp()
-    dcl = DCLOptimizer(BASES["sgd"](model.parameters()), model, weight=1.0, companion_fraction=1)
-    dcp = DCPOptimizer(BASES["sgd"](other.parameters()), other, num_classes=CLASSES)
+    dcl = wrap(model)
+    dcp = DCPOptimizer(sgd(other), other, num_classes=CLASSES)
     return dcl, dcp
 
 
 def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
     dcl, dcp = dcl_and_other()
     wide = mlp(width=13)
-    other_shape = DCLOptimizer(BASES["sgd"](wide.parameters()), wide, weight=1.0, companion_fraction=1)
+    other_shape = wrap(wide)
     assert dcl.companion is not other_shape.companion  # a state without one fits everywhere
     three = mlp()
-    fewer_classes = DCPOptimizer(BASES["sgd"](three.parameters()), three, num_classes=3)
+    fewer_classes = DCPOptimizer(sgd(three), three, num_classes=3)
     fewer_classes.forecaster.create_state()
     dcl.base.param_groups[0]["lr"] = 0.123
     before = repr(dcl.state_dict())
     own = dcl.state_dict()["dcl_optim.DCLOptimizer"]
     without_companion = {"dcl_optim.DCLOptimizer": own | {"forecaster": {}}}
     for state, message in (
-        (BASES["sgd"](mlp().parameters()).state_dict(), r"(?s)no entry 'dcl_optim.DCLOptimizer'.*optimizer.base"),
+        (sgd(mlp()).state_dict(), r"(?s)no entry 'dcl_optim.DCLOptimizer'.*optimizer.base"),
         (dcp.state_dict(), r"no entry 'dcl_optim.DCLOptimizer'.*'dcl_optim.DCPOptimizer'"),
         (other_shape.state_dict(), r"state of the companion has shape"),
         (dcl.state_dict() | {"dcl_optim.DCLOptimizer": own | {"steps": 3.0}}, r"has a float for 'steps'"),
@@ -134,8 +144,8 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
         assert repr(dcl.state_dict()) == before
     with pytest.raises(ValueError, match=r"state of the prototypes has shape \(3, 3\).*expected \(5, 5\)"):
         dcp.load_state_dict(fewer_classes.state_dict())
-    trained = DCPOptimizer(BASES["sgd"](three.parameters()), three)
-    train(three, trained, batches(1))
+    trained = DCPOptimizer(sgd(three), three)
+    fit(trained, batches(1))
     with pytest.raises(ValueError, match=r"state of the prototypes has shape \(3, 3\).*expected \(5, 5\)"):
         trained.load_state_dict(fewer_classes.state_dict())
     sgd_state = dcl.state_dict()
@@ -146,10 +156,10 @@ def test_states_of_another_class_or_shape_are_refused_before_anything_changes():
 
 def test_a_damaged_state_that_only_loading_finds_out_changes_nothing():
     dcl, _ = dcl_and_other()
-    train(dcl.model, dcl, batches(1))
+    fit(dcl, batches(1))
     damaged = copy.deepcopy(dcl.state_dict())
     damaged["dcl_optim.DCLOptimizer"]["forecaster"]["optimizer"]["state"] = None
-    train(dcl.model, dcl, batches(1, seed=5))
+    fit(dcl, batches(1, seed=5))
     before = copy.deepcopy(dcl.state_dict())
     with pytest.raises(ValueError, match="state_dict could not be loaded, and nothing has changed"):
         dcl.load_state_dict(damaged)
@@ -171,14 +181,13 @@ class Extra(torch.nn.Linear):
 def test_a_model_with_an_extra_state_is_resumed():
     def built():
         model = torch.nn.Sequential(Extra(FEATURES, CLASSES)).double()
-        return model, DCLOptimizer(BASES["sgd"](model.parameters()), model, companion_fraction=1)
+        return model, wrap(model)
 
     model, optimizer = built()
     train(model, optimizer, batches(2))
     optimizer.companion[0].note = 3
     again, other = built()
-    again.load_state_dict(model.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resume(other, optimizer)
     assert other.companion[0].note == 3
     train(model, optimizer, batches(2))
     train(again, other, batches(2))

@@ -1,33 +1,27 @@
 """``optimizer.penalty(...)``: wrong arguments, a term not in the loss, no gradients, batches that are not finite."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, gradients_put_back, mlp
-from tests.reference import EACH, assert_same_training, learned, term_of, train, wrap
+from tests.reference import EACH, EACH_WAY, assert_same_training, learned, term_of, train, wrap
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
 
 
-def dense(z: Tensor) -> Tensor:
+def dense(z):
     return torch.stack([z, 2 * z, 3 * z], 2)
 
 
-def other_model(z: Tensor) -> Tensor:
+def other_model(z):
     return mlp(seed=9)(torch.ones(len(z), FEATURES).double())
 
 
-Case = tuple[Callable[[Any, Tensor, Tensor], Any], type[Exception], list[str]]
-OF_DCP: dict[str, Case] = {
+OF_DCP = {
     "a large label": (lambda p, z, y: p(z, y + 3), ValueError, ["labels", "0..4", "ignore_index", "Hidden"]),
     "a negative label": (lambda p, z, y: p(z, 0 * y - 1), ValueError, ["labels", "-1", "ignore_index"]),
     "a label too few": (lambda p, z, y: p(z, y[1:]), ValueError, ["labels", "(15,)", "(16, 5)"]),
@@ -44,7 +38,7 @@ OF_DCP: dict[str, Case] = {
     "integers": (lambda p, z, y: p(z.long(), y), TypeError, ["logits", "int64"]),
     "a list": (lambda p, z, y: p([z], y), TypeError, ["logits", "list"]),
 }
-OF_DCL: dict[str, Case] = {
+OF_DCL = {
     "other values": (lambda p, z, y: p(2 * z), ValueError, ["logits", "(16, 5)", "returned", "use torch.no_grad()"]),
     "a mean of two": (lambda p, z, y: p((z + other_model(z)) / 2), ValueError, ["mean of several calls", "inside"]),
     "some of the rows": (lambda p, z, y: p(z[:8]), ValueError, ["logits", "(8, 5)", "returned"]),
@@ -60,7 +54,7 @@ OF_DCL: dict[str, Case] = {
 
 @pytest.mark.guard
 @pytest.mark.parametrize(("variant", "what"), [("dcp", what) for what in OF_DCP] + [("dcl", what) for what in OF_DCL])
-def test_a_wrong_argument_is_named_and_leaves_nothing(variant: str, what: str) -> None:
+def test_a_wrong_argument_is_named_and_leaves_nothing(variant, what):
     optimizer, calm = (wrap(variant, mlp()) for _ in range(2))
     data, (call, error, words) = list(batches(4)), (OF_DCP if variant == "dcp" else OF_DCL)[what]
     train(optimizer, data[:2])
@@ -74,7 +68,7 @@ def test_a_wrong_argument_is_named_and_leaves_nothing(variant: str, what: str) -
 
 
 @pytest.mark.guard
-def test_dcl_says_which_output_is_the_logits() -> None:
+def test_dcl_says_which_output_is_the_logits():
     optimizer, (x, _) = wrap("dcl", TwoHeads()), next(batches(1))
     _, side = optimizer.model(x)
     with pytest.raises(ValueError, match=r"say which are the logits, logits=lambda output: output\[1\]"):
@@ -83,7 +77,7 @@ def test_dcl_says_which_output_is_the_logits() -> None:
 
 @pytest.mark.guard
 @pytest.mark.parametrize("what", ["eval mode", "reentrant checkpoint", "an earlier step"])
-def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(what: str) -> None:
+def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(what):
     optimizer, (x, y) = wrap("dcl", mlp()), next(batches(1))
     if what == "reentrant checkpoint":  # which runs the model without gradients
         z = checkpoint(optimizer.model, x.requires_grad_(), use_reentrant=True)
@@ -102,7 +96,7 @@ def test_what_no_training_forward_pass_of_the_step_returned_has_no_companion(wha
 # ---- without gradients -----------------------------------------------------------------------------------------------
 
 
-def validate(optimizer: Any, how: str) -> None:
+def validate(optimizer, how):
     model, term, draws = optimizer.model, term_of(optimizer), torch.get_rng_state()
     dtype = next(model.parameters()).dtype
     model.train(how == "training mode")
@@ -121,7 +115,7 @@ def validate(optimizer: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["eval mode", "training mode", "inference mode"])
 @EACH
-def test_a_validation_is_not_observed(variant: str, how: str) -> None:
+def test_a_validation_is_not_observed(variant, how):
     """One function serves both, and no term is missed in the next step."""
     found = []
     for validates in (True, False):
@@ -140,22 +134,22 @@ def test_a_validation_is_not_observed(variant: str, how: str) -> None:
 # ---- batches that are not finite -------------------------------------------------------------------------------------
 
 
-def backward(optimizer: Any, way: str, x: Tensor, y: Tensor, factor: float = 1.0) -> None:
+def backward(optimizer, way, x, y, factor=1.0):
     z = optimizer.model(x)
     (factor * (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y))).backward()
 
 
-def nan_in_the_input(optimizer: Any, way: str, x: Tensor, y: Tensor) -> None:
+def nan_in_the_input(optimizer, way, x, y):
     backward(optimizer, way, torch.where(torch.arange(len(x))[:, None] == 2, torch.nan, x), y)
 
 
-def an_overflow_in_the_logits(optimizer: Any, way: str, x: Tensor, y: Tensor) -> None:
+def an_overflow_in_the_logits(optimizer, way, x, y):
     handle = optimizer.model[-1].register_forward_hook(lambda *found: found[-1].index_fill(0, y[:1], torch.inf))
     backward(optimizer, way, x, y)
     handle.remove()
 
 
-def infinite_factor(optimizer: Any, way: str, x: Tensor, y: Tensor) -> None:
+def infinite_factor(optimizer, way, x, y):
     backward(optimizer, way, x, y, torch.inf)
 
 
@@ -163,7 +157,7 @@ def infinite_factor(optimizer: Any, way: str, x: Tensor, y: Tensor) -> None:
 @pytest.mark.parametrize("distance", ["mse", "l1", "kl", "infonce"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @EACH
-def test_the_value_is_not_finite_where_a_logit_is_not(variant: str, value: float, distance: str, weight: Any) -> None:
+def test_the_value_is_not_finite_where_a_logit_is_not(variant, value, distance, weight):
     optimizer = train(wrap(variant, mlp(), distance=distance, weight=weight), batches(3))
     x, y = next(batches(1))
     place = (torch.tensor(3), (y[3] + 1) % 5)
@@ -176,18 +170,18 @@ def test_the_value_is_not_finite_where_a_logit_is_not(variant: str, value: float
             handle.remove()
 
 
-def _put(place: tuple[Tensor, ...], number: Tensor, module: nn.Module, args: Any, z: Tensor) -> Tensor:
+def _put(place, number, module, args, z):
     return z.index_put(place, number)
 
 
-def padded_term(optimizer: Any, keeps_padding: bool) -> Tensor:
+def padded_term(optimizer, keeps_padding):
     (x, y), is_padding = next(batches(1, seed=5)), torch.arange(16) < 3
     z, y = optimizer.model(x).masked_fill(is_padding[:, None], torch.nan), y.masked_fill(is_padding, -100)
     return term_of(optimizer)(z, y) if keeps_padding else term_of(optimizer)(z[~is_padding], y[~is_padding])
 
 
 @pytest.mark.filterwarnings("ignore:non-finite")
-def test_rows_of_nan_without_a_label_count() -> None:
+def test_rows_of_nan_without_a_label_count():
     optimizer, calm = (train(wrap("dcp", mlp()), batches(3)) for _ in range(2))
     before = optimizer.prototypes
     assert padded_term(calm, keeps_padding=False).isfinite()
@@ -202,9 +196,9 @@ def test_rows_of_nan_without_a_label_count() -> None:
 
 @pytest.mark.filterwarnings("ignore:non-finite", "ignore:.*not finite")
 @pytest.mark.parametrize("bad", [nan_in_the_input, an_overflow_in_the_logits, infinite_factor])
-@pytest.mark.parametrize("way", ["line", "term"])
+@EACH_WAY
 @EACH
-def test_a_batch_that_is_not_finite_takes_no_part(variant: str, way: str, bad: Callable[..., None]) -> None:
+def test_a_batch_that_is_not_finite_takes_no_part(variant, way, bad):
     """Of two micro-batches one is bad: as if it had not been; the base gets a zero from it."""
     found, data = [], list(batches(7))
     for meets_it in (True, False):

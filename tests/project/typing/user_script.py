@@ -79,12 +79,13 @@ def prototypes() -> Tensor:
     """DCP from the two arguments alone; then with the penalty as a term."""
     model, criterion = network(), nn.CrossEntropyLoss()
     base = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    DCPOptimizer(base, model).detach()
-    optimizer = DCPOptimizer(base, model, num_classes=CLASSES, weight=lambda t: min(0.1, t / 40))
+    optimizer = DCPOptimizer(base, model)
     x, y = batch()
     optimizer.zero_grad()
     criterion(model(x), y).backward()
     optimizer.step()
+    optimizer.detach()
+    optimizer = DCPOptimizer(base, model, num_classes=CLASSES, weight=lambda t: min(0.1, t / 40))
 
     def closure() -> Tensor:
         optimizer.zero_grad()
