@@ -44,6 +44,7 @@ def test_trainings_until_the_model_fits(seed):
     assert total["unread"] + total["off"] <= 0.03 * total["batches"]
 
 
+@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
 @each_seed
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_loops(seed, interrupted):
