@@ -163,6 +163,7 @@ class Algorithm:
         reading = self.reader.read(forward, gradient)
         if reading is None:
             self.guards.gradient_not_read(forward)
+            self.forecaster.pass_over(forward)
             self.progress.not_finite |= not bool(gradient.isfinite().all())
             return None
         labels = Labels(reading.labels, reading.num_live) if self.reader.reads_labels else None
@@ -276,6 +277,7 @@ class Algorithm:
             labels, share = _only_if(is_finite, labels, share, forward.rows.shape[1])
             self.reader.not_counted.append((constant(1.0, value.device), is_finite))
         elif not bool(is_finite):
+            self.forecaster.pass_over(forward)
             self.progress.not_finite = True
             self.reader.num_skipped += 1
             return

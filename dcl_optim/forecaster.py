@@ -88,6 +88,9 @@ class Forecaster(ABC):
             alpha: the value of this step, in [0, 1].
         """
 
+    def pass_over(self, forward: Forward) -> None:  # noqa: B027
+        """Called in place of :meth:`observe` for a batch that was not read or is not finite. Default: nothing."""
+
     def measure_accuracy(self, from_classes: float) -> None:  # noqa: B027
         """Measure the training accuracy of more classes than this, since the weight follows it.
 

@@ -26,7 +26,7 @@ from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import warn_once
 from dcl_optim.pytorch.outputs import find_logits
 from dcl_optim.pytorch.parameters import parameters_of
-from dcl_optim.pytorch.ranks import DataParallelGroup, refuse_flat_shards, sum_of_norms, unwrapped
+from dcl_optim.pytorch.ranks import DataParallelGroup, is_sharded, refuse_flat_shards, sum_of_norms, unwrapped
 
 HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which ends at 65,504
 IN_COMPANION = (
@@ -227,7 +227,7 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not len(forward.rows):
+        if not len(forward.rows) or not prediction.logits.requires_grad:
             return
         logits = prediction.logits
         prediction.logits = logits.detach()  # the graph waits in _pending, for one backward pass of all together
@@ -257,6 +257,13 @@ class Companion(Forecaster):
             self._total_scale = self._total_scale * share
         self._half_factor = factor
         return factor
+
+    def pass_over(self, forward: Forward) -> None:
+        """Run the backward pass of sharded layers by zeros, since the other ranks run theirs."""
+        prediction: Prediction = forward.prediction
+        if any(map(is_sharded, self.network.module.parameters())) and prediction.logits.requires_grad:
+            self._pending.append((prediction.logits, torch.zeros_like(prediction.logits)))
+            prediction.logits = prediction.logits.detach()
 
     def end_backward(self) -> None:
         """Run the companion's backward pass for all forward passes that wait for it."""

@@ -75,6 +75,7 @@ def worker(rank, folder):
         for way in RESUMED:
             resume_sharded(rank, folder / f"{variant} {way}", variant, way)
     train_in_bfloat16(rank, folder)
+    pass_over(rank, folder)
     refuse_a_copy()
 
 
@@ -99,6 +100,35 @@ def test_sharded_training_equals_one_process_on_the_joint_batch(variant, way, ra
     fit(optimizer, batches(STEPS))
     assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
     assert_same(found["own"], dict(own(variant, optimizer)), rtol=1e-7, atol=1e-9)
+
+
+def pass_over(rank, folder):
+    """A rank without a gradient runs the companion's collectives all the same."""
+    model = sharded()
+    optimizer = wrap("dcl", model)
+    for number, (x, y) in enumerate(batches(STEPS)):
+        optimizer.zero_grad()
+        loss = 64.0 * nn.functional.cross_entropy(model(x.chunk(2)[rank]), y.chunk(2)[rank])
+        (loss * 0.0 if number % 2 and rank else loss).backward()
+        optimizer.step()
+    snapshot = {"model": full(model.state_dict()), "own": full(own("dcl", optimizer))}
+    if rank == 0:
+        torch.save(snapshot, folder / "pass_over.pt")
+
+
+def test_a_companion_learns_from_the_ranks_that_have_a_gradient(ranks):
+    found = torch.load(ranks / "pass_over.pt", weights_only=True)
+    model = mlp()
+    optimizer = wrap("dcl", model)
+    for number, (x, y) in enumerate(batches(STEPS)):
+        optimizer.zero_grad()
+        if number % 2:
+            x, y = x.chunk(2)[0], y.chunk(2)[0]
+        loss = 64.0 * nn.functional.cross_entropy(model(x), y)
+        (loss / 2 if number % 2 else loss).backward()
+        optimizer.step()
+    assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
+    assert_same(found["own"], dict(own("dcl", optimizer)), rtol=1e-7, atol=1e-9)
 
 
 # ---- what the ranks compare themselves -------------------------------------------------------------------------------
