@@ -92,6 +92,13 @@ def test_several_ranks_without_a_group_are_said_once(found):
     assert found["warnings none"] == found["warnings given"] == []
 
 
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
+def test_accelerates_plugin(stage, dtype, found):
+    """By the recipe of docs/frameworks.md, with two parameter groups and accumulation."""
+    name = f"accelerate {stage} {dtype}"
+    assert_right(found[f"{name} term"], found[f"{name} hand"], **TOLERANCE[dtype])
+
+
 @EACH_WAY
 def test_a_companion_needs_stage_0_in_float32(way, found):
     """Where DeepSpeed replaces the parameters, the error says so, and what to do."""

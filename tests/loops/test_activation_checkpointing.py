@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from tests.helpers import CLASSES, FEATURES, batches
 from tests.reference import VARIANTS, assert_same_training, term_of, wrap
@@ -63,3 +63,15 @@ def trained(variant, way, whole, reentrant):
 def test_checkpointed_equals_plain(variant, way, whole, reentrant):
     """A reentrant checkpoint runs the whole model without gradients: what it returns, only prototypes take."""
     assert_same_training(trained(variant, way, whole, reentrant), trained(variant, way, whole, None))
+
+
+def test_a_forward_pass_that_is_recomputed_is_predicted_once():
+    optimizer = wrap("dcl", network())
+    calls = []
+    optimizer.companion.register_forward_hook(lambda *_: calls.append(1))
+    for x, y in batches(3):
+        optimizer.zero_grad()
+        with set_checkpoint_early_stop(False):
+            F.cross_entropy(checkpoint(optimizer.model, x, use_reentrant=False), y).backward()
+        optimizer.step()
+    assert len(calls) == 3
