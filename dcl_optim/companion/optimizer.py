@@ -91,7 +91,7 @@ def copy_optimizer(base: Optimizer, twins: dict[Tensor, Tensor], others: list[Te
             held.state.clear()
             if not followed.issuperset(map(id, held.param_groups)):
                 raise ValueError(
-                    f"the {kind.__name__} holds a {type(held).__name__} with groups of its own, whose options the "
+                    f"the {kind.__name__} holds a {type(held).__name__} with other groups, whose options the "
                     f"companion cannot follow; {PASS_ANOTHER}"
                 )
     if kind is Adagrad:  # torch before 2.14 makes its state in the constructor alone

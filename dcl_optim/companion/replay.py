@@ -17,7 +17,7 @@ from dcl_optim.pytorch.internals import map_leaves
 CPU = torch.device("cpu")
 THREADS = (
     "two threads call the model for training at once: a companion follows one.\n"
-    "  Fix: give each thread a model and an optimizer of its own, or hold a lock from the forward pass to the step"
+    "  Fix: give each thread another model and optimizer, or hold a lock from the forward pass to the step"
 )
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -126,6 +126,11 @@ def fractions() -> str:
     return fraction.table(RESULTS)
 
 
+def added_fractions() -> str:
+    """The same in the settings of the second plan."""
+    return fraction.table(RESULTS, fraction.ADDED)
+
+
 def rivals_in_new_seeds() -> str:
     """The table in new seeds without its last columns: the second best rival, and the number of seeds."""
     lines = [line.split(" | ") for line in tables.in_new_seeds(RESULTS).splitlines()]
