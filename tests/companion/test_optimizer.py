@@ -297,7 +297,7 @@ def test_making_a_companions_optimizer_does_not_change_the_class_of_the_base():
     ("base", "message"),
     [
         (lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS cannot train the companion"),
-        (Container, "the Container holds a SGD with groups of its own, whose options the companion cannot follow"),
+        (Container, "the Container holds a SGD with other groups, whose options the companion cannot follow"),
         (lambda model: Holding(model.parameters()), r"the Holding could not be copied .*lock"),
     ],
 )
