@@ -67,7 +67,8 @@ class DCLOptimizer(ForecastOptimizer):
             ``companion_optimizer``.
         companion_fraction: the share of the rows (samples) of each batch that the companion gets, in (0, 1], see above.
             None (default) for 0.5, or for all rows, without a warning, where the companion cannot get a part of them.
-            With 1 it gets all rows, with the dropout masks of the model.
+            With 1 it gets all rows, with the dropout masks of the model: to predict with a companion that an optimizer
+            such as Adam trains, pass that.
         alpha: :math:`\alpha \in [0, 1]`, or a callable of the step. Default 0.99. The paper's value is 0.6. With mse,
             1 - alpha multiplies the companion's gradient, which Adam and similar optimizers divide out:
             ``companion_lr_scale`` scales its steps there.

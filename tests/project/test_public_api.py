@@ -84,6 +84,7 @@ dcl_optim.forecaster.Forecaster()
     .model_loaded(self)
     .num_classes = 0
     .observe(self, forward, pull, labels, scale, alpha)
+    .pass_over(self, forward)
     .predict(self, forward, args, kwargs)
     .predicts = True
     .pull(self, forward, labels)
