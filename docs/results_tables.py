@@ -36,9 +36,9 @@ def overview_cost() -> str:
     plain = {one["model"]: one["rows"][0]["milliseconds"]["median"] for one in _benchmark("steps")["steps"]}
     images = [model for model in plain if model not in ("pixels", "tokens")]
     long = [model for model in images if plain[model] >= SMALL_STEP]
-    shorter = "image, shorter steps"
+    shorter = "image or text, shorter steps"
     models = {
-        f"image, steps of {min(plain[model] for model in long):.0f} ms or more": long,
+        f"image or text, steps of {min(plain[model] for model in long):.0f} ms or more": long,
         shorter: [model for model in images if plain[model] < SMALL_STEP],
         "pixel, 21 classes": ["pixels"],
         "token, 8,000 classes": ["tokens"],
