@@ -26,7 +26,7 @@ from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import warn_once
 from dcl_optim.pytorch.outputs import find_logits
 from dcl_optim.pytorch.parameters import parameters_of
-from dcl_optim.pytorch.ranks import DataParallelGroup, is_sharded, refuse_flat_shards, sum_of_norms, unwrapped
+from dcl_optim.pytorch.ranks import DataParallelGroup, any_sharded, refuse_flat_shards, sum_of_norms, unwrapped
 
 HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which ends at 65,504
 IN_COMPANION = (
@@ -261,7 +261,7 @@ class Companion(Forecaster):
     def pass_over(self, forward: Forward) -> None:
         """Run the backward pass of sharded layers by zeros, since the other ranks run theirs."""
         prediction: Prediction = forward.prediction
-        if any(map(is_sharded, self.network.module.parameters())) and prediction.logits.requires_grad:
+        if any_sharded(list(self.network.module.parameters())) and prediction.logits.requires_grad:
             self._pending.append((prediction.logits, torch.zeros_like(prediction.logits)))
             prediction.logits = prediction.logits.detach()
 

@@ -27,7 +27,7 @@ from dcl_optim.pytorch.parameters import (
     parameters_of,
     requires_grad,
 )
-from dcl_optim.pytorch.ranks import DataParallelGroup, is_sharded, local_parts
+from dcl_optim.pytorch.ranks import DataParallelGroup, any_sharded, local_parts
 
 TINY = 1e-30  # what can be divided by
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
@@ -194,7 +194,7 @@ class Network:
             has_ranks: whether the gradients are averaged over the ranks, and those that are missing are zeros.
         """
         gradients = self._gradients_to_step(fills=has_ranks)
-        if has_ranks and any(map(is_sharded, gradients)):  # this rank has parts of the gradients of all
+        if has_ranks and any_sharded(gradients):  # this rank has parts of the gradients of all
             own = 0.0 if total is None else total
             total = torch.as_tensor(own, dtype=torch.float32, device=self.device).clone()
             self._group.average([total])

@@ -54,7 +54,7 @@ def is_sharded(tensor: Tensor) -> bool:
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Tensors as they are, and of sharded ones this rank's part."""
     found: list[Any] = list(tensors)
-    return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in found] if _any_sharded(found) else found
+    return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in found] if any_sharded(found) else found
 
 
 def sum_of_norms(tensors: list[Tensor], norm_type: float = 2.0) -> float:
@@ -177,11 +177,11 @@ def _group_of(module: nn.Module | None) -> Any:
     return getattr(module, "process_group", None) if is_wrapper else None
 
 
-def _any_sharded(tensors: list[Tensor]) -> bool:
+def any_sharded(tensors: list[Tensor]) -> bool:
     """Whether some are, with no work in Python that grows with their number."""
     return any(map(is_sharded, dict(zip(map(type, tensors), tensors, strict=True)).values()))
 
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
     tensors = list(tensors)
-    return [tensor for tensor in tensors if not is_sharded(tensor)] if _any_sharded(tensors) else tensors
+    return [tensor for tensor in tensors if not is_sharded(tensor)] if any_sharded(tensors) else tensors
