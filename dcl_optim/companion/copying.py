@@ -15,7 +15,7 @@ from dcl_optim.progress import are_close
 from dcl_optim.pytorch.internals import hooks_of, tensors_of, version_of, warn
 from dcl_optim.pytorch.outputs import leaves_of
 from dcl_optim.pytorch.parameters import parameters_of, requires_grad
-from dcl_optim.pytorch.ranks import is_sharded
+from dcl_optim.pytorch.ranks import any_sharded
 
 # Those of torch belong to the layers (spectral_norm); transformers collects hidden states by hooks.
 LIBRARIES = ("torch.", "transformers.")
@@ -96,7 +96,7 @@ def require_own_leaves(logits: Tensor, model: nn.Module, base: Optimizer, own: s
         base: its optimizer. If it trains tensors that are no parameters, leaves that are none count.
         own: the parameters of the companion and of its optimizer.
     """
-    if any(map(is_sharded, own)):
+    if any_sharded(list(own)):
         return
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     allowed = own.difference(names)

@@ -151,6 +151,7 @@ class LossReader:
             reading = self._choose_along(dim, forward, gradient, may_be_softmax, dim == order[0])
             if reading is not None:
                 self.class_dim = dim if gradient.ndim > 2 else None
+                self.unread = None  # as a likelier dimension may have left it
                 return reading
         self.unread = self.unread or _why(forward.logits, gradient, order[0], sums[order[0]])
         self.num_skipped += is_counted
