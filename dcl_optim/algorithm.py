@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from dcl_optim.pytorch.internals import (
     outside_compiled_graphs,
     reaches_parameters,
 )
-from dcl_optim.pytorch.outputs import NoLogits, conversion_source, find_logits
+from dcl_optim.pytorch.outputs import NoLogits, conversion_source, find_logits, shapes_of_others
 from dcl_optim.pytorch.parameters import first_trained, have_gradients, have_zeros, parameters_of
 from dcl_optim.pytorch.ranks import unwrapped
 
@@ -124,9 +125,10 @@ class Algorithm:
         if not predicts:
             self.before_forward(module, args, kwargs)
         # Of calls inside of one another the inner one has the logits, unless it is no training forward pass.
-        if not self.progress.is_running or not module.training or not torch.is_grad_enabled():
+        thread = threading.get_ident()
+        if thread not in self.progress.running or not module.training or not torch.is_grad_enabled():
             return
-        self.progress.is_running = False
+        self.progress.running.remove(thread)
         if self.uses_term and not predicts:
             return
         find = functools.partial(find_logits, output, self._logits)
@@ -144,9 +146,13 @@ class Algorithm:
             if is_in_output and find() is not z:
                 self.guards.logits_replaced()
         self.progress.forwards.add(forward)
-        # From here on the pass waits for a gradient, and lives as long as the graph that holds its hooks.
+        self._wait_for_gradient(forward, z, output)
+
+    def _wait_for_gradient(self, forward: Forward, z: Tensor, output: Any) -> None:
+        """Hook the logits; the forward pass lives as long as the graph that holds its hooks."""
         if output is not z:
-            forward.is_one_of_several = self._logits is None and isinstance(output, (tuple, list))
+            if self._logits is None:
+                forward.shapes_of_others = shapes_of_others(output, z)
             source = conversion_source(z)
             if source is not None:  # the loss may be that of the logits before they were converted
                 node, index = source

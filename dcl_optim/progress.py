@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from enum import IntEnum
 from typing import Any
@@ -53,7 +54,7 @@ class Forward:
         class_dim: the dimension of the classes.
         backward: the backward pass that brought the last gradient, by autograd's number.
         outcome: what it has become.
-        is_one_of_several: whether the model returned other tensors that may be the logits.
+        shapes_of_others: the shapes of other tensors that the model returned and that may be the logits.
         prediction: what the forecaster keeps for the backward pass, which only its ``predict`` writes.
         given: what the term keeps for its backward pass.
     """
@@ -69,7 +70,7 @@ class Forward:
         self.nodes: Any = None if logits.grad_fn is None else logits.grad_fn.next_functions
         self.backward = -1
         self.outcome = Outcome.OPEN
-        self.is_one_of_several = False
+        self.shapes_of_others: list[torch.Size] = []
         self.prediction: Any = None
         self.given: Any = None
 
@@ -104,7 +105,7 @@ class Progress:
         not_finite: whether a batch was left out because its logits or its gradient were not finite.
         backward: the last backward pass, by autograd's number; -1 for none.
         is_cleared: whether ``zero_grad`` has cleared the gradients of these batches.
-        is_running: whether a training forward pass runs.
+        running: the threads in which a training forward pass runs.
         learns: whether the forecaster learns from the next batch: not from a closure's further evaluations.
     """
 
@@ -117,14 +118,14 @@ class Progress:
         # Changed by the script's calls of zero_grad and of step with a closure:
         self.is_cleared = False
         self.learns = True
-        self.is_running = False
+        self.running: set[int] = set()
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """The model is called for training."""
         self.stage = max(self.stage, Stage.FORWARD)
-        self.is_running = True
+        self.running.add(threading.get_ident())
 
     def penalty_called(self, forward: Forward) -> None:
         """The script has called ``penalty`` with these logits."""

@@ -113,9 +113,11 @@ class Guards:
         self._reading_guard.gradient_came(forward, self._reader)
 
     def gradient_read(self, forward: Forward, labels: Labels | None) -> None:
-        """Refuse labels that are the rows' places; warn of probabilities, and of rows that are all certain."""
+        """Refuse labels that are the rows' places; warn of several logits, of probabilities, and of certain rows."""
         if self._reader.is_certain:
             self._reading_guard.gradient_came(forward, self._reader)
+        if forward.shape in forward.shapes_of_others:
+            warn_once(self._said, messages.SEVERAL)
         if self._first_look.is_over or not forward.may_read:
             return
         self._refuse_in_batch(forward, labels)

@@ -124,6 +124,10 @@ WRITES_INTO_ITS_INPUT = (
     "their place.\n"
     "  Fix: return a new object from forward, or use DCP"
 )
+SEVERAL = (
+    "the model returned several tensors of the shape of logits, and the first of them gets the penalty.\n"
+    "  Fix: say which are the logits, logits=lambda output: output[0], or output[-1] for the last of several exits"
+)
 NOT_OF_THE_MODEL = (
     "penalty got logits of shape {} that no training forward pass of the wrapped model returned since the last step: "
     "to validate use torch.no_grad(). To train call model.train() before it, and pass the tensor that the model "

@@ -82,6 +82,6 @@ class ReadingGuard:
         fix = f"add the penalty to the loss, {self._term}"
         if self._reads_labels:
             fix += "; without labels use DCLOptimizer"
-        if forward.is_one_of_several:
+        if forward.shapes_of_others:
             fix = f"if the logits are another tensor of the output, pass logits=lambda output: output[1]; else {fix}"
         return UNREADABLE.format(name=self._name, what=self._what, seen=SEEN[unread], fix=fix)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from dcl_optim.pytorch.ranks import SHARDED_LOGITS, is_sharded
@@ -81,6 +82,13 @@ def _inside(output: Any) -> Any:
         return None
     tensors = [item for item in output if isinstance(item, Tensor)]
     return next((item for dims in (2, 1, 0) for item in tensors if item.ndim >= dims), None)
+
+
+def shapes_of_others(output: Any, z: Tensor) -> list[torch.Size]:
+    """The shapes of the tensors beside z in a tuple or list that may be the logits; none if a field has that name."""
+    if not isinstance(output, (tuple, list)) or hasattr(output, "logits"):
+        return []
+    return [item.shape for item in output if isinstance(item, Tensor) and item.requires_grad and item is not z]
 
 
 def conversion_source(z: Tensor) -> tuple[Any, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.pytorch.outputs import conversion_source, find_logits
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, mlp, one, sgd, wrap
+from tests.helpers import CLASSES, FEATURES, all_warnings, assert_same, batches, fit, mlp, one, sgd, wrap
 from tests.reference import NEAR
 from tests.reference import train as train_by
 
@@ -104,6 +105,50 @@ def test_the_error_of_logits_that_are_another_tensor_of_the_output_names_the_arg
         model(x)[1].square().mean().backward()
     F.cross_entropy(model(x)[1], y).backward()
     assert optimizer.logs()["loss_scale"] == pytest.approx(1.0)
+
+
+class Exits(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.early, self.late, self.form = mlp(), mlp(1), form
+
+    def forward(self, x):
+        return self.form(self.early(x), self.late(x))
+
+
+class Decided(NamedTuple):
+    logits: Tensor
+    auxiliary: Tensor
+
+
+@pytest.mark.guard
+@pytest.mark.parametrize("kind", [DCLOptimizer, DCPOptimizer])
+@pytest.mark.parametrize(
+    ("form", "options", "said"),
+    [
+        (lambda early, late: (early, late), {}, 1),
+        (lambda early, late: (early, late), {"logits": itemgetter(1)}, 0),
+        (Decided, {}, 0),
+        (lambda early, late: (early, late[:, 1:]), {}, 0),
+    ],
+)
+def test_of_several_exits_the_first_is_taken_with_one_warning_that_names_the_argument(kind, form, options, said):
+    model = Exits(form)
+    optimizer, (x, y) = kind(sgd(model), model, **options), one()
+    with all_warnings() as caught:
+        for _ in range(2):
+            sum(F.cross_entropy(z, y % z.shape[1]) for z in model(x)).backward()
+            optimizer.step()
+    assert len(caught) == said
+    assert all("tensors of the shape of logits" in str(warning.message) for warning in caught)
+
+
+def test_by_the_term_the_script_chooses_the_exit_without_a_warning():
+    model = Exits(lambda early, late: (early, late))
+    optimizer, (x, y) = DCPOptimizer(sgd(model), model), one()
+    early, late = model(x)
+    (F.cross_entropy(early, y) + F.cross_entropy(late, y) + optimizer.penalty(late, y)).backward()
+    optimizer.step()
 
 
 def test_with_nested_logits_dcps_term_takes_their_values():

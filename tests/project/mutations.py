@@ -156,7 +156,7 @@ FAULTS = [
     Fault("forward passes in eval mode count", "algorithm:Algorithm.before_forward",
           replace("not module.training", "False"), "backward_passes not_finite"),
     Fault("a call without gradients ends a forward pass", "algorithm:Algorithm.before_forward",
-          begin("self.progress.is_running = False"), "calls_of_the_model"),
+          begin("self.progress.running.clear()"), "calls_of_the_model"),
     Fault("an attack's backward pass counts", "algorithm:Algorithm._is_of_training",
           replace("reaches_parameters(forward.nodes, self._base)", "True"), "backward_passes"),
     Fault("learned twice", "algorithm:Algorithm._learn",
