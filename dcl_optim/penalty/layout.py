@@ -86,7 +86,8 @@ class Masks:
 
     def look_for(self, logits: Tensor) -> None:
         """Look whether logits have some. Synchronizes."""
-        self.are_there = self.are_there or bool((logits <= -MASKED).any())
+        if logits.numel() and not self.are_there:
+            self.are_there = logits.detach().amin().item() <= -MASKED
 
     def left_out(self, rows: Tensor) -> Tensor:
         """Set those of rows to minus infinity."""

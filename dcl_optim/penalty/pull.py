@@ -61,10 +61,9 @@ class Pull(NamedTuple):
         """
         if self.drawn is not None:
             whole = torch.zeros(shape, dtype=dtype, device=self.slope.device) if added_to is None else added_to
-            part = None if added_to is None else added_to.index_select(0, self.drawn)
             size = torch.Size([len(self.drawn), *shape[1:]])
-            found = self._replace(drawn=None).gradient(size, dtype, class_dim, scale, weight, added_to=part)
-            return whole.index_copy(0, self.drawn, found)
+            part = self._replace(drawn=None).gradient(size, dtype, class_dim, scale, weight)
+            return whole.index_add(0, self.drawn, part)
         factor = self.factor
         of_rows = self.weights
         for given in (scale, weight):
