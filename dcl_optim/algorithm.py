@@ -146,19 +146,19 @@ class Algorithm:
             if is_in_output and find() is not z:
                 self.guards.logits_replaced()
         self.progress.forwards.add(forward)
-        self._wait_for_gradient(forward, z, output)
-
-    def _wait_for_gradient(self, forward: Forward, z: Tensor, output: Any) -> None:
-        """Hook the logits; the forward pass lives as long as the graph that holds its hooks."""
         if output is not z:
-            if self._logits is None:
-                forward.shapes_of_others = shapes_of_others(output, z)
-            source = conversion_source(z)
-            if source is not None:  # the loss may be that of the logits before they were converted
-                node, index = source
-                forward.nodes = node.next_functions
-                node.register_prehook(functools.partial(Hook(weakref.ref(self), "_at_source"), forward, index))
-        z.register_hook(functools.partial(self.hooks.on_gradient, forward))
+            self._note_other_tensors(forward, z, output)
+        z.register_hook(functools.partial(self.hooks.on_gradient, forward))  # which holds what waits for a gradient
+
+    def _note_other_tensors(self, forward: Forward, z: Tensor, output: Any) -> None:
+        """Note those beside the logits in an output, and wait for a gradient of those that z was converted from."""
+        if self._logits is None:
+            forward.shapes_of_others = shapes_of_others(output, z)
+        source = conversion_source(z)
+        if source is not None:  # the loss may be that of the logits before they were converted
+            node, index = source
+            forward.nodes = node.next_functions
+            node.register_prehook(functools.partial(Hook(weakref.ref(self), "_at_source"), forward, index))
 
     # ---- the line: grad z + s λ ∂Δ(z, c)/∂z --------------------------------------------------------------------------
 
