@@ -36,12 +36,12 @@ def overview_cost() -> str:
     plain = {one["model"]: one["rows"][0]["milliseconds"]["median"] for one in _benchmark("steps")["steps"]}
     images = [model for model in plain if model not in ("pixels", "tokens")]
     long = [model for model in images if plain[model] >= SMALL_STEP]
-    shorter = "image or text, shorter steps"
+    shorter = "images or text, shorter steps"
     models = {
-        f"image or text, steps of {min(plain[model] for model in long):.0f} ms or more": long,
+        f"images or text, steps of {min(plain[model] for model in long):.0f} ms or more": long,
         shorter: [model for model in images if plain[model] < SMALL_STEP],
-        "pixel, 21 classes": ["pixels"],
-        "token, 8,000 classes": ["tokens"],
+        "21 classes for each pixel": ["pixels"],
+        "8,000 classes for each token": ["tokens"],
     }
     shortest = {row["name"]: row for row in _benchmark("wide")["wide"][0]["rows"]}  # ten classes, float32
     rows = []
@@ -53,7 +53,7 @@ def overview_cost() -> str:
                 ratios.append(shortest[way]["ratio_to_plain"]["median"])
             line.append(f"{max(ratios):.1f}")
         rows.append(line)
-    return "\n".join(grid(["one label per", "DCP", "DCL"], rows, words=1))
+    return "\n".join(grid(["task", "DCP", "DCL"], rows, words=1))
 
 
 def _ratios(name: str) -> dict[str, float]:
