@@ -1,7 +1,5 @@
 """A trial in a script of yours: what DCP gains there, and what DCP and DCL cost. On the shell:
 
-.. code-block:: sh
-
     python -m dcl_optim compare my_script.py:train
     python -m dcl_optim overhead my_script.py:make
 """

@@ -26,6 +26,7 @@ from examples.research.configuration import Configuration, Experiment
 from examples.research.evidence import KANJI
 from examples.research.gain_tables import ACCURACY
 from examples.research.gains import Gain, Row, gain, values
+from examples.research.rivals.cells import HEADS
 from examples.research.rivals.settings import FAST
 from examples.research.wrong_labels import DCL
 
@@ -106,7 +107,7 @@ def table(folder: Path, settings: Settings = SETTINGS) -> str:
     lines = []
     for name, (title, _) in settings.items():
         made = records.finished(folder, f"{name}.jsonl")
-        cells = [title]
+        cells = [HEADS.get(name.removeprefix("fraction-"), title)]
         for one, fraction in columns:
             if fraction == 1:
                 accuracies = list(values(made, Row(label_of(1.0), one), ACCURACY).values())
