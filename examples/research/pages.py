@@ -77,7 +77,8 @@ def _parameters(name: str, setting: str = "scripts") -> str:
 
 def gains_by_setting(*, bold: bool = False) -> str:
     """The gains over plain training in all settings, with corrected p values, or the small ones in bold."""
-    return gain_tables.by_setting(_settings(), pays.TESTED, bold=bold)
+    table: str = gain_tables.by_setting(_settings(), pays.TESTED, bold=bold)
+    return table.replace(evidence.TITLES["kanji"], "kanji")
 
 
 def _settings() -> dict[str, list[Any]]:
