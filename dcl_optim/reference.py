@@ -28,7 +28,7 @@ def distances(z: Tensor, c: Tensor) -> Tensor:
 # --8<-- [end:distance]
 # --8<-- [start:dcp]
 class Prototypes(nn.Module):
-    """A running mean of the logits of each class, and the penalty that pulls rows toward it (Equations 5 and 6)."""
+    """A running mean of the logits of each class, and the penalty toward it (Equations 5 and 6)."""
 
     values: Tensor  # p
     numbers: Tensor  # n: rows of each class, older ones weigh less
@@ -51,7 +51,7 @@ class Prototypes(nn.Module):
         return (min(1.0, self.num_classes / 100) * accuracy**6).clamp(min=0.1)
 
     def penalty(self, logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-        """The term: the weight times the mean distance of the rows from the prototypes of their labels."""
+        """The term: the weight times the mean distance of the rows from their prototypes."""
         z, y = logits.movedim(1, -1).flatten(0, -2), labels.flatten()
         z, y = z[y != ignore_index], y[y != ignore_index]
         if torch.is_grad_enabled():  # not in validation
@@ -85,7 +85,7 @@ def train_dcp(model: nn.Module, optimizer: Optimizer, prototypes: Prototypes, ba
 # --8<-- [end:dcp]
 # --8<-- [start:dcl]
 class Companion:
-    """A second network that follows the logits of the model, and the penalty that pulls the model toward it."""
+    """A second network that follows the logits of the model, and the penalty toward its own."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Companion:
         self.optimizer.zero_grad()
         distances(c, target).mean().backward()
         gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        self.has_begun |= any(bool(gradient.any()) for gradient in gradients)  # a copy of the model begins with zeros
+        self.has_begun |= any(bool(gradient.any()) for gradient in gradients)  # a copy begins with zeros
         if self.has_begun:
             self.optimizer.step()
 
