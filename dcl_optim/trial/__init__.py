@@ -1,7 +1,6 @@
-"""A trial in a script of yours: what DCP gains there, and what DCP and DCL cost. On the shell:
+"""A trial in a script of yours: what DCP gains there, and what DCP and DCL cost.
 
-    python -m dcl_optim compare my_script.py:train
-    python -m dcl_optim overhead my_script.py:make
+From a shell: ``python -m dcl_optim compare my_script.py:train``, ``python -m dcl_optim overhead my_script.py:make``.
 """
 
 from dcl_optim.trial.comparison import compare

@@ -78,6 +78,10 @@ def _parameters(name: str, setting: str = "scripts") -> str:
 def gains_by_setting(*, bold: bool = False) -> str:
     """The gains over plain training in all settings, with corrected p values, or the small ones in bold."""
     table: str = gain_tables.by_setting(_settings(), pays.TESTED, bold=bold)
+    return _with_short_names(table)
+
+
+def _with_short_names(table: str) -> str:
     return table.replace(evidence.TITLES["kanji"], "kanji")
 
 
@@ -129,7 +133,7 @@ def fractions() -> str:
 
 def added_fractions() -> str:
     """The same in the settings of the second plan."""
-    return fraction.table(RESULTS, fraction.ADDED)
+    return _with_short_names(fraction.table(RESULTS, fraction.ADDED))
 
 
 def rivals_in_new_seeds() -> str:
