@@ -295,6 +295,8 @@ class Algorithm:
     def before_step(self) -> None:
         """Count a step without a term as skipped if the script adds one elsewhere."""
         if self.progress.stage is Stage.GRADIENTS:
+            if self.progress.number == 1:
+                self.guards.first_step_begins()
             return
         self.guards.step_has_no_penalty(self.progress, self.uses_term, self.hooks.attached)
         if self.uses_term and self.hooks.attached and have_gradients(self._base):

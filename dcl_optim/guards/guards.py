@@ -163,6 +163,11 @@ class Guards:
         if isinstance(self._base, torch.optim.LBFGS) and not uses_term:
             raise RuntimeError(messages.MINIMIZES_A_VALUE.format(self._name, self._term))
 
+    def first_step_begins(self) -> None:
+        """Warn of a backward pass that brought no gradient to what the optimizer trains."""
+        if not have_gradients(self._base):
+            warn(messages.NO_GRADIENTS)
+
     def step_has_no_penalty(self, progress: Progress, uses_term: bool, is_attached: bool) -> None:
         """Raise for gradients without a penalty; warn if the script adds the term elsewhere."""
         stage = progress.stage

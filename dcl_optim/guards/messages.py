@@ -18,9 +18,9 @@ NOT_KEPT = (
     "  Fix: optimizer = DCPOptimizer(optimizer, model), and step it. If no penalty is meant, call its detach()"
 )
 NO_GRADIENTS = (
-    "step found no gradients, and no training forward pass of the model: nothing is trained.\n"
+    "step found no gradients of the parameters that the optimizer has: nothing is trained.\n"
     "  Fix: wrap the model that is called, with an optimizer of its parameters: one that was built again, or a copy, "
-    "has others"
+    "has others. Call zero_grad before the backward pass, or after the step"
 )
 REPLICATED = (
     "model was wrapped by nn.DataParallel after it was given to the optimizer, whose hooks then run once for each part "

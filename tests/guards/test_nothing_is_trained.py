@@ -2,13 +2,14 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.helpers import backward, batches, fit, mlp, one, sgd, train
-from tests.reference import EACH, term_of, wrap
+from tests.reference import EACH, EACH_WAY, term_of, wrap
 
 
 @EACH
@@ -56,6 +57,30 @@ def test_a_second_step_without_gradients_and_forward_pass_is_said(variant, train
     with pytest.warns(UserWarning, match=r"step found no gradients.*\n  Fix: wrap the model that is called"):
         optimizer.step()
     optimizer.step()  # said once: a warning would be an error
+
+
+def test_the_term_on_another_network_than_the_optimizers_is_said_at_the_first_step():
+    """DCP's takes logits of any network."""
+    optimizer = wrap("dcp", mlp())
+    other = copy.deepcopy(optimizer.model)
+    for number in range(2):
+        z, y = other(one()[0]), one()[1]
+        (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
+        with pytest.warns(UserWarning, match="step found no gradients of") if not number else nullcontext():
+            optimizer.step()
+
+
+@EACH_WAY
+@EACH
+def test_gradients_that_are_cleared_before_the_step_are_said_at_the_first_one(variant, way):
+    optimizer = wrap(variant, mlp())
+    (x, y), term = one(), term_of(optimizer)
+    for number in range(2):
+        z = optimizer.model(x)
+        (F.cross_entropy(z, y) + (term(z, y) if way == "term" else 0)).backward()
+        optimizer.zero_grad()
+        with pytest.warns(UserWarning, match=r"\n  Fix: .* Call zero_grad before") if not number else nullcontext():
+            optimizer.step()
 
 
 @EACH
