@@ -34,11 +34,6 @@ IN_COMPANION = (
     "of the model, or resets or detaches a hidden state, it has to do so on optimizer.companion too. The companion has "
     "none of the script's hooks."
 )
-WEIGHTS_LOADED = (
-    "weights were loaded into the model since its last training forward pass, but the companion was not reset: if they "
-    "are others than before, the penalty pulls the model back.\n  Fix: call optimizer.reset_companion() after loading, "
-    "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
-)
 COPIED_AGAIN = (
     "the base optimizer trains other parameters than before, or the model was moved: the companion is copied from the "
     "model again"
@@ -63,7 +58,6 @@ DIVERGED = (
     "model again. One that was given as companion= is not: load weights into it, or wrap again"
 )
 
-DEFAULTS = CompanionOptions()
 NOT_MADE = {"made": False}  # the state from before the first forward pass of a copy
 
 
@@ -92,7 +86,7 @@ class Companion(Forecaster):
     Examples:
         >>> from dcl_optim.penalty.distances import mse
         >>> model = nn.Linear(4, 3)
-        >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
+        >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, None, CompanionOptions())
         >>> torch.equal(companion.network.module.weight, model.weight)
         True
     """
@@ -102,18 +96,18 @@ class Companion(Forecaster):
         model: nn.Module,
         base: Optimizer,
         distance: Distance,
-        logits: Callable[[Any], Tensor] | None = None,
-        options: CompanionOptions = DEFAULTS,
+        logits: Callable[[Any], Tensor] | None,
+        options: CompanionOptions,
     ) -> None:
         self.distance = distance
         self._model = unwrapped(model)
         self._base = base
         self._logits = logits
-        self._options = options
         self._is_copy = options.companion is None
         refuse_flat_shards(model)
         check_optimizer(base, options.make_optimizer)
         self._group = DataParallelGroup(model, options.process_group)
+        self._make = functools.partial(Network, self._model, base, options, self._group)
         self._replay = Replay()
         self._rows = Rows(options.fraction)
         self._said: set[str] = set()
@@ -136,9 +130,6 @@ class Companion(Forecaster):
         """The module with its optimizer; made now if not before."""
         return self._make()
 
-    def _make(self) -> Network:
-        return Network(self._model, self._base, self._options, self._group)
-
     @property
     def _made(self) -> Network | None:
         return vars(self).get("network")
@@ -152,8 +143,6 @@ class Companion(Forecaster):
             if self._is_copy:
                 self.reset()
                 warn_once(self._said, COPIED_AGAIN)
-        if self.network.loaded_since:
-            warn_once(self._said, WEIGHTS_LOADED)
         self.network.follow()
         self._replay.before_forward(args, kwargs, self.network.device)
 
@@ -184,8 +173,7 @@ class Companion(Forecaster):
         if checks:
             if copying.written(self._model) != before:
                 raise RuntimeError(WRITES_TO_THE_MODEL)
-            own = {*parameters_of(network.optimizer), *network.module.parameters()}
-            copying.require_own_leaves(logits, self._model, self._base, own)
+            copying.require_own_leaves(logits, self._model, self._base, network.module)
             if is_equal and drawn is None:
                 copying.require_equal(forward.logits, logits.detach())
             if not logits.is_meta:
@@ -212,8 +200,8 @@ class Companion(Forecaster):
         prediction: Prediction = forward.prediction
         drawn = prediction.drawn
         z = forward.rows
-        if drawn is not None:
-            z = to_rows(forward.logits.index_select(0, drawn), forward.class_dim)
+        if drawn is not None:  # rows of logits lie in the order of the batch
+            z = z.view(forward.shape[0], -1, z.shape[1]).index_select(0, drawn).flatten(0, 1)
         c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
         if forward.may_read:
             self._masks.look_for(z)
@@ -304,10 +292,6 @@ class Companion(Forecaster):
             self._made.clear_gradients()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
-
-    def model_loaded(self) -> None:
-        if self._made is not None and self._is_copy:
-            self._made.loaded_since = self._made.has_predicted
 
     def create_state(self) -> None:
         self.network.create_state()

@@ -50,7 +50,7 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
     except Exception as error:
         what = "the companion could not be made as a copy of the model"
         raise RuntimeError(f"{what} ({error}); {PASS_A_MODULE}") from error
-    if [name for name, _ in copied.named_parameters()] != [name for name, _ in model.named_parameters()]:
+    if list(dict(copied.named_parameters())) != list(dict(model.named_parameters())):
         raise ValueError(f"the parameters of the model's copy have other names or another order; {PASS_A_MODULE}")
     copies = list(copied.modules())
     for module in copies:
@@ -87,15 +87,16 @@ def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
 # ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def require_own_leaves(logits: Tensor, model: nn.Module, base: Optimizer, own: set[Tensor]) -> None:
+def require_own_leaves(logits: Tensor, model: nn.Module, base: Optimizer, companion: nn.Module) -> None:
     """Raise RuntimeError if the companion's backward pass would give a gradient to tensors that are not its own.
 
     Args:
         logits: of the companion, with their graph.
         model: the model, whose parameters are never the companion's own.
         base: its optimizer. If it trains tensors that are no parameters, leaves that are none count.
-        own: the parameters of the companion and of its optimizer.
+        companion: the companion.
     """
+    own = set(companion.parameters())
     if any_sharded(list(own)):
         return
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

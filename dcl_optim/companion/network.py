@@ -70,7 +70,6 @@ class Network:
         has_predicted: whether it has, and was found to share nothing that it trains.
         has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
             optimizers divide later; until then no step is taken.
-        loaded_since: whether weights were loaded into the model since the last forward pass.
     """
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
@@ -79,7 +78,6 @@ class Network:
         self.is_new = True
         self.has_predicted = False
         self.has_begun = False
-        self.loaded_since = False
         self._model = model
         self._base = base
         self._options = options
@@ -94,13 +92,17 @@ class Network:
             self.module = build(model, base, options.companion)
             names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
             own = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in names}
-            self._twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
+            twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
             others = [parameter for name, parameter in own.items() if name not in names.values()]
-            if not (self._twins or others):
+            # What is trained: the base's parameters, the companion's in their place and others, and what is stepped.
+            self._theirs = list(twins)
+            self._own = [*twins.values(), *others]
+            if not self._own:
                 raise ValueError(NOTHING_TO_TRAIN)
-            self.wide = WideWeights((*self._twins.values(), *others))
-            stepped = {theirs: self.wide.behind(ours) for theirs, ours in self._twins.items()}
-            self.optimizer = make_optimizer(base, stepped, list(map(self.wide.behind, others)), options.make_optimizer)
+            self.wide = WideWeights(self._own)
+            self._weights = list(map(self.wide.behind, self._own))
+            stepped = dict(zip(twins, self._weights, strict=False))
+            self.optimizer = make_optimizer(base, stepped, self._weights[len(twins) :], options.make_optimizer)
         self._follow_options()
         self._modules = [(model, self.module)]
         if self._is_copy:
@@ -128,12 +130,12 @@ class Network:
             return False
         trained = _trained_by(self._base)
         parameters = {parameter for parameter, *_ in trained}
-        if self._twins.keys().isdisjoint(parameters) and has_other_parameters(self._base, self._model):
+        if parameters.isdisjoint(self._theirs) and has_other_parameters(self._base, self._model):
             raise ValueError(NOTHING_TO_TRAIN)
         self._seen = seen
         self.device = next(parameters_of(self._base)).device
-        for theirs, ours in self._twins.items():
-            for tensor in (ours, self.wide.behind(ours)):
+        for theirs, *ours in zip(self._theirs, self._own, self._weights, strict=False):
+            for tensor in ours:
                 tensor.requires_grad_(theirs in parameters)
         return not trained <= self._known
 
@@ -142,7 +144,7 @@ class Network:
         if self._group.size != self._num_ranks:  # DistributedDataParallel may come later than the companion
             self._num_ranks = self._group.size
             self.wide.read_network()
-            self._group.broadcast(self.wide.behind(p).data for p in filter(requires_grad, self.module.parameters()))
+            self._group.broadcast(weight.data for weight in self._weights)
             self._group.broadcast(self.module.buffers())
             self.wide.write_network()
         forward: Any = vars(self._model).get("forward")
@@ -170,18 +172,13 @@ class Network:
 
     def gradients(self) -> list[Tensor]:
         """The gradients that backward passes have added up since the last step."""
-        trained = filter(requires_grad, self.module.parameters())
-        return [parameter.grad for parameter in trained if parameter.grad is not None]
+        return list(gradients_of(self._own))
 
-    def _gradients_to_step(self, fills: bool) -> list[Tensor]:
-        """The gradients of what the optimizer steps; ``fills`` gives zeros to each parameter that has none."""
-        if self.wide.weights:
-            self.wide.widen_gradients()
-        if fills:
-            for parameter in filter(requires_grad, parameters_of(self.optimizer)):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        return list(gradients_of(self.optimizer))
+    def _fill_gradients(self) -> None:
+        """Give zeros to each weight that has no gradient."""
+        for weight in filter(requires_grad, self._weights):
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
 
     def step(self, total: Scale | None, has_ranks: bool) -> None:
         """Step with the base's options, unless no gradient was other than 0; its draws are not taken from the script's.
@@ -193,7 +190,11 @@ class Network:
                 their loss scales; also 0 on a device, of batches that were not read. None without any.
             has_ranks: whether the gradients are averaged over the ranks, and those that are missing are zeros.
         """
-        gradients = self._gradients_to_step(fills=has_ranks)
+        if self.wide.weights:
+            self.wide.widen_gradients()
+        if has_ranks:
+            self._fill_gradients()
+        gradients = list(gradients_of(self._weights))
         if has_ranks and any_sharded(gradients):  # this rank has parts of the gradients of all
             own = 0.0 if total is None else total
             total = torch.as_tensor(own, dtype=torch.float32, device=self.device).clone()
@@ -223,7 +224,7 @@ class Network:
         """Create the optimizer's state for torch.distributed.checkpoint to load into, by a step with gradients of 0."""
         if not self.optimizer.state:
             self._follow_options()
-            self._gradients_to_step(fills=True)
+            self._fill_gradients()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -252,29 +253,29 @@ class Network:
     def own_tensors(self) -> dict[str, Any]:
         """The state of the module, with weights of float32 in the place of parameters in half precision."""
         own = self.module.state_dict()
-        trained = set(self._twins.values())
+        trained = set(self._own)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if self._is_copy and parameter not in trained:  # the model's
                 own.pop(name, None)
-            elif parameter in self.wide.weights:
-                own[name] = self.wide.weights[parameter].detach()
+            else:
+                own[name] = self.wide.behind(parameter).detach()
         return own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, or nothing of it, with a ValueError if it does not fit."""
-        check_state(state["model"], self.own_tensors(), "companion")
+        own = self.own_tensors()
+        check_state(state["model"], own, "companion")
         with all_or_nothing(self.optimizer):
             saved = _with_keys(lambda key: int(key) if str(key).isdigit() else key, state["optimizer"])
             self.optimizer.load_state_dict(saved)
             self.module.load_state_dict(state["model"], strict=False)
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if parameter in self.wide.weights:
-                    self.wide.weights[parameter].data.copy_(state["model"][name])
+            for name, tensor in own.items():
+                if isinstance(tensor, Tensor):  # a weight of float32 has more than was loaded into its rounding
+                    tensor.copy_(state["model"][name])
             self.wide.write_network()
         self.has_begun = state["begun"]
         self.has_predicted = False
         self.is_new = False
-        self.loaded_since = False
 
 
 def _trained_by(base: Optimizer) -> set[Any]:

@@ -59,12 +59,10 @@ class Pull(NamedTuple):
 
         ``added_to`` is another gradient, which it is added to. With ``overwrites`` it takes the memory of the slope.
         """
-        if self.drawn is not None:
-            whole = torch.zeros(shape, dtype=dtype, device=self.slope.device) if added_to is None else added_to
-            part = None if added_to is None else added_to.index_select(0, self.drawn)
-            size = torch.Size([len(self.drawn), *shape[1:]])
-            found = self._replace(drawn=None).gradient(size, dtype, class_dim, scale, weight, added_to=part)
-            return whole.index_copy(0, self.drawn, found)
+        drawn = self.drawn
+        part = added_to
+        if drawn is not None and part is not None:
+            part = part.index_select(0, drawn)
         factor = self.factor
         of_rows = self.weights
         for given in (scale, weight):
@@ -78,11 +76,16 @@ class Pull(NamedTuple):
         if of_rows is None:
             of_rows = constant(1.0, self.slope.device)
         other = constant(0.0, self.slope.device)
-        if added_to is not None:
-            other = to_rows(added_to, class_dim).to(self.slope.dtype)
+        if part is not None:
+            other = to_rows(part, class_dim).to(self.slope.dtype)
         of_rows = of_rows.unsqueeze(1) if of_rows.ndim else of_rows
         out = self.slope if overwrites else None
-        return from_rows(torch.addcmul(other, self.slope, of_rows, value=factor, out=out), shape, class_dim).to(dtype)
+        rows = torch.addcmul(other, self.slope, of_rows, value=factor, out=out)
+        if drawn is None:
+            return from_rows(rows, shape, class_dim).to(dtype)
+        whole = torch.zeros(shape, dtype=dtype, device=rows.device) if added_to is None else added_to
+        found = from_rows(rows, (len(drawn), *shape[1:]), class_dim)
+        return whole.index_copy(0, drawn, found.to(dtype))
 
 
 def nothing(logits: Tensor) -> Tensor:
