@@ -72,17 +72,18 @@ class Network:
             optimizers divide later; until then no step is taken.
     """
 
+    is_new = True
+    has_predicted = False
+    has_begun = False
+    _num_ranks = 0  # at the last forward pass; 0 before the first
+
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
         if has_other_parameters(base, model):
             raise ValueError(NOTHING_TO_TRAIN)
-        self.is_new = True
-        self.has_predicted = False
-        self.has_begun = False
         self._model = model
         self._base = base
         self._options = options
         self._group = group
-        self._num_ranks = 0  # at the last forward; 0 before the first
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
         self._known = _trained_by(base)
@@ -101,8 +102,7 @@ class Network:
                 raise ValueError(NOTHING_TO_TRAIN)
             self.wide = WideWeights(self._own)
             self._weights = list(map(self.wide.behind, self._own))
-            stepped = dict(zip(twins, self._weights, strict=False))
-            self.optimizer = make_optimizer(base, stepped, self._weights[len(twins) :], options.make_optimizer)
+            self.optimizer = make_optimizer(base, self._theirs, self._weights, options.make_optimizer)
         self._follow_options()
         self._modules = [(model, self.module)]
         if self._is_copy:
@@ -123,9 +123,7 @@ class Network:
         The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
         """
         # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
-        seen = [
-            (list(map(id, group["params"])), list(map(_kind, group["params"]))) for group in self._base.param_groups
-        ]
+        seen = [[*map(id, group["params"]), *map(_kind, group["params"])] for group in self._base.param_groups]
         if seen == self._seen:
             return False
         trained = _trained_by(self._base)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dcl_optim.companion.replay import Arguments, copied
 from dcl_optim.progress import Forward, are_close
-from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
+from dcl_optim.pytorch.internals import leaves_in, map_tensors, warn_once
 
 HALF = 0.5
 FEWEST = 2  # of which batch norm can take statistics
@@ -72,7 +72,8 @@ class Rows:
             self.generator = torch.Generator().manual_seed(seed)
         drawn = torch.randperm(length, generator=self.generator, device="cpu")[:number]
         rows = drawn.to(forward.rows.device, non_blocking=True)
-        is_cut = [not tensor.is_nested and tensor.shape[:1] == (length,) for tensor in tensors_of(arguments)]
+        tensors = [leaf for leaf in leaves_in(arguments) if isinstance(leaf, Tensor)]
+        is_cut = [not tensor.is_nested and tensor.shape[:1] == (length,) for tensor in tensors]
         case = (len(arguments[0]), *arguments[1], *is_cut)
         if case not in self._can_cut:
             training = [layer for layer in network.modules() if layer.training]
