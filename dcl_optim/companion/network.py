@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -245,8 +244,7 @@ class Network:
         """The companion's tensors without what it shares with the model, and its optimizer's state."""
         self._follow_options()  # what the script has changed since the last step, as a scheduler does
         self.wide.read_network()
-        optimizer = _with_keys(str, self.optimizer.state_dict())  # as torch.distributed.checkpoint makes all keys
-        return {"begun": self.has_begun, "model": self.own_tensors(), "optimizer": optimizer}
+        return {"begun": self.has_begun, "model": self.own_tensors(), "optimizer": self.optimizer.state_dict()}
 
     def own_tensors(self) -> dict[str, Any]:
         """The state of the module, with weights of float32 in the place of parameters in half precision."""
@@ -264,7 +262,9 @@ class Network:
         own = self.own_tensors()
         check_state(state["model"], own, "companion")
         with all_or_nothing(self.optimizer):
-            saved = _with_keys(lambda key: int(key) if str(key).isdigit() else key, state["optimizer"])
+            saved = dict(state["optimizer"])
+            if "state" in saved:  # torch.distributed.checkpoint makes texts of all keys
+                saved["state"] = {int(key) if str(key).isdigit() else key: own for key, own in saved["state"].items()}
             self.optimizer.load_state_dict(saved)
             self.module.load_state_dict(state["model"], strict=False)
             for name, tensor in own.items():
@@ -283,12 +283,6 @@ def _trained_by(base: Optimizer) -> set[Any]:
         for number, group in enumerate(base.param_groups)
         for parameter in filter(requires_grad, group["params"])
     }
-
-
-def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
-    if "state" not in state:
-        return state
-    return state | {"state": {convert(key): value for key, value in state["state"].items()}}
 
 
 _kind = attrgetter("requires_grad", "device", "dtype")
