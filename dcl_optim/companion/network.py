@@ -177,14 +177,14 @@ class Network:
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
 
-    def step(self, total: Scale | None, has_ranks: bool) -> None:
+    def step(self, total: Scale, has_ranks: bool) -> None:
         """Step with the base's options, unless no gradient was other than 0; its draws are not taken from the script's.
 
         To ask whether one was synchronizes, mostly in two steps.
 
         Args:
             total: what the gradients are divided by, so that they are the mean over the forward passes, weighted by
-                their loss scales; also 0 on a device, of batches that were not read. None without any.
+                their loss scales; also 0, of batches that were not read, or without any.
             has_ranks: whether the gradients are averaged over the ranks, and those that are missing are zeros.
         """
         if self.wide.weights:
@@ -193,10 +193,9 @@ class Network:
             self._fill_gradients()
         gradients = list(gradients_of(self._weights))
         if has_ranks and any_sharded(gradients):  # this rank has parts of the gradients of all
-            own = 0.0 if total is None else total
-            total = torch.as_tensor(own, dtype=torch.float32, device=self.device).clone()
+            total = torch.as_tensor(total, dtype=torch.float32, device=self.device).clone()
             self._group.average([total])
-        if gradients and total is not None:
+        if gradients:
             parts = local_parts(gradients)
             divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
             torch._foreach_div_(parts, divisor)
