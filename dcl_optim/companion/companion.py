@@ -25,7 +25,7 @@ from dcl_optim.progress import Forward
 from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import warn_once
 from dcl_optim.pytorch.outputs import find_logits
-from dcl_optim.pytorch.parameters import parameters_of
+from dcl_optim.pytorch.parameters import gradients_of, parameters_of
 from dcl_optim.pytorch.ranks import DataParallelGroup, any_sharded, refuse_flat_shards, sum_of_norms, unwrapped
 
 HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which ends at 65,504
@@ -241,7 +241,7 @@ class Companion(Forecaster):
         if before is not None:
             factor = torch.minimum(factor, before)
             share = factor / before
-            for brought in (*self.network.gradients(), *(waiting for _, waiting in self._pending)):
+            for brought in (*gradients_of(self.network.own), *(waiting for _, waiting in self._pending)):
                 brought.mul_(share)
             self._total_scale = self._total_scale * share
         self._half_factor = factor
@@ -250,7 +250,7 @@ class Companion(Forecaster):
     def pass_over(self, forward: Forward) -> None:
         """Run the backward pass of sharded layers by zeros, since the other ranks run theirs."""
         prediction: Prediction = forward.prediction
-        if any_sharded(list(self.network.module.parameters())) and prediction.logits.requires_grad:
+        if any_sharded(self.network.own) and prediction.logits.requires_grad:
             self._pending.append((prediction.logits, torch.zeros_like(prediction.logits)))
             prediction.logits = prediction.logits.detach()
 
@@ -259,7 +259,7 @@ class Companion(Forecaster):
         if not self._pending:
             return
         network = self.network
-        if network.is_new and not are_zero(network.gradients()):
+        if network.is_new and not are_zero(gradients_of(network.own)):
             raise RuntimeError(REACHED)
         network.is_new = False
         logits, gradients = zip(*self._pending, strict=True)

@@ -64,6 +64,7 @@ class Network:
         module: the companion.
         device: where the base's first parameter is.
         optimizer: its optimizer.
+        own: its parameters that are trained.
         wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
         is_new: whether no backward pass has run in it, and it has no weights of a state.
         has_predicted: whether it has, and was found to share nothing that it trains.
@@ -96,11 +97,11 @@ class Network:
             others = [parameter for name, parameter in own.items() if name not in names.values()]
             # What is trained: the base's parameters, the companion's in their place and others, and what is stepped.
             self._theirs = list(twins)
-            self._own = [*twins.values(), *others]
-            if not self._own:
+            self.own = [*twins.values(), *others]
+            if not self.own:
                 raise ValueError(NOTHING_TO_TRAIN)
-            self.wide = WideWeights(self._own)
-            self._weights = list(map(self.wide.behind, self._own))
+            self.wide = WideWeights(self.own)
+            self._weights = list(map(self.wide.behind, self.own))
             self.optimizer = make_optimizer(base, self._theirs, self._weights, options.make_optimizer)
         self._follow_options()
         self._modules = [(model, self.module)]
@@ -131,7 +132,7 @@ class Network:
             raise ValueError(NOTHING_TO_TRAIN)
         self._seen = seen
         self.device = next(parameters_of(self._base)).device
-        for theirs, *ours in zip(self._theirs, self._own, self._weights, strict=False):
+        for theirs, *ours in zip(self._theirs, self.own, self._weights, strict=False):
             for tensor in ours:
                 tensor.requires_grad_(theirs in parameters)
         return not trained <= self._known
@@ -166,10 +167,6 @@ class Network:
                 ours["lr"] = ours["lr"] * self._options.lr_scale
 
     # ---- gradients, and the step -------------------------------------------------------------------------------------
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients that backward passes have added up since the last step."""
-        return list(gradients_of(self._own))
 
     def _fill_gradients(self) -> None:
         """Give zeros to each weight that has no gradient."""
@@ -248,7 +245,7 @@ class Network:
     def own_tensors(self) -> dict[str, Any]:
         """The state of the module, with weights of float32 in the place of parameters in half precision."""
         own = self.module.state_dict()
-        trained = set(self._own)
+        trained = set(self.own)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if self._is_copy and parameter not in trained:  # the model's
                 own.pop(name, None)
@@ -269,7 +266,6 @@ class Network:
             for name, tensor in own.items():
                 if isinstance(tensor, Tensor):  # a weight of float32 has more than was loaded into its rounding
                     tensor.copy_(state["model"][name])
-            self.wide.write_network()
         self.has_begun = state["begun"]
         self.has_predicted = False
         self.is_new = False
