@@ -366,7 +366,6 @@ class Algorithm:
 
     def model_loaded(self, module: nn.Module, keys: Any) -> None:
         """Called when a state was loaded into the model."""
-        self.forecaster.model_loaded()
         self.guards.model_loaded()
 
     def replaced(self) -> None:

@@ -213,6 +213,7 @@ class DCLOptimizer(ForecastOptimizer):
         The companion's optimizer starts again too. RuntimeError: the companion was given as a module.
         """
         self.forecaster.reset()
+        self._algorithm.guards.state_loaded()
 
     @property
     def companion_optimizer(self) -> Optimizer:

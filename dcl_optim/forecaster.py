@@ -134,9 +134,6 @@ class Forecaster(ABC):
     def switch(self, mode: str) -> None:  # noqa: B027
         """Follow the base optimizer to its mode ``"train"`` or ``"eval"``. Default: nothing."""
 
-    def model_loaded(self) -> None:  # noqa: B027
-        """Called when a state was loaded into the model. Default: nothing."""
-
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resumption needs, in types that ``torch.load(weights_only=True)`` reads."""

@@ -25,7 +25,7 @@ from dcl_optim.progress import Forward
 from dcl_optim.pytorch.arguments import check_state
 from dcl_optim.pytorch.internals import warn_once
 from dcl_optim.pytorch.outputs import find_logits
-from dcl_optim.pytorch.parameters import parameters_of
+from dcl_optim.pytorch.parameters import gradients_of, parameters_of
 from dcl_optim.pytorch.ranks import DataParallelGroup, any_sharded, refuse_flat_shards, sum_of_norms, unwrapped
 
 HALF_SIZE = 16.0  # of the largest sum over rows of a gradient in float16, which ends at 65,504
@@ -33,11 +33,6 @@ IN_COMPANION = (
     "This was raised in dcl_optim's companion, which ran on the model's inputs. Where a script sets an attribute "
     "of the model, or resets or detaches a hidden state, it has to do so on optimizer.companion too. The companion has "
     "none of the script's hooks."
-)
-WEIGHTS_LOADED = (
-    "weights were loaded into the model since its last training forward pass, but the companion was not reset: if they "
-    "are others than before, the penalty pulls the model back.\n  Fix: call optimizer.reset_companion() after loading, "
-    "or load the optimizer's state of the same moment. Ignore this for weights swapped in for an evaluation only"
 )
 COPIED_AGAIN = (
     "the base optimizer trains other parameters than before, or the model was moved: the companion is copied from the "
@@ -63,7 +58,6 @@ DIVERGED = (
     "model again. One that was given as companion= is not: load weights into it, or wrap again"
 )
 
-DEFAULTS = CompanionOptions()
 NOT_MADE = {"made": False}  # the state from before the first forward pass of a copy
 
 
@@ -92,7 +86,7 @@ class Companion(Forecaster):
     Examples:
         >>> from dcl_optim.penalty.distances import mse
         >>> model = nn.Linear(4, 3)
-        >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), mse)
+        >>> companion = Companion(model, torch.optim.SGD(model.parameters(), lr=0.1), mse, None, CompanionOptions())
         >>> torch.equal(companion.network.module.weight, model.weight)
         True
     """
@@ -102,18 +96,18 @@ class Companion(Forecaster):
         model: nn.Module,
         base: Optimizer,
         distance: Distance,
-        logits: Callable[[Any], Tensor] | None = None,
-        options: CompanionOptions = DEFAULTS,
+        logits: Callable[[Any], Tensor] | None,
+        options: CompanionOptions,
     ) -> None:
         self.distance = distance
         self._model = unwrapped(model)
         self._base = base
         self._logits = logits
-        self._options = options
         self._is_copy = options.companion is None
         refuse_flat_shards(model)
         check_optimizer(base, options.make_optimizer)
         self._group = DataParallelGroup(model, options.process_group)
+        self._make = functools.partial(Network, self._model, base, options, self._group)
         self._replay = Replay()
         self._rows = Rows(options.fraction)
         self._said: set[str] = set()
@@ -128,16 +122,14 @@ class Companion(Forecaster):
         self._rows.generator = None
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._has_predicted = False  # in this step
-        self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
+        self._has_observed = False
+        self._total_scale: Scale = 0.0  # the sum of |s|
         self._half_factor: Tensor | None = None  # of all gradients in float16
 
     @functools.cached_property
     def network(self) -> Network:
         """The module with its optimizer; made now if not before."""
         return self._make()
-
-    def _make(self) -> Network:
-        return Network(self._model, self._base, self._options, self._group)
 
     @property
     def _made(self) -> Network | None:
@@ -152,8 +144,6 @@ class Companion(Forecaster):
             if self._is_copy:
                 self.reset()
                 warn_once(self._said, COPIED_AGAIN)
-        if self.network.loaded_since:
-            warn_once(self._said, WEIGHTS_LOADED)
         self.network.follow()
         self._replay.before_forward(args, kwargs, self.network.device)
 
@@ -184,8 +174,7 @@ class Companion(Forecaster):
         if checks:
             if copying.written(self._model) != before:
                 raise RuntimeError(WRITES_TO_THE_MODEL)
-            own = {*parameters_of(network.optimizer), *network.module.parameters()}
-            copying.require_own_leaves(logits, self._model, self._base, own)
+            copying.require_own_leaves(logits, self._model, self._base, network.module)
             if is_equal and drawn is None:
                 copying.require_equal(forward.logits, logits.detach())
             if not logits.is_meta:
@@ -202,8 +191,7 @@ class Companion(Forecaster):
             logits = self._call(copied(arguments))
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
-        if logits.shape == forward.shape:
-            copying.require_equal(forward.logits, logits)
+        copying.require_equal(forward.logits, logits)
 
     def _call(self, arguments: Arguments) -> Tensor:
         return find_logits(self._replay.call(self.network.module, *arguments), self._logits)
@@ -212,8 +200,8 @@ class Companion(Forecaster):
         prediction: Prediction = forward.prediction
         drawn = prediction.drawn
         z = forward.rows
-        if drawn is not None:
-            z = to_rows(forward.logits.index_select(0, drawn), forward.class_dim)
+        if drawn is not None:  # rows of logits lie in the order of the batch
+            z = z.view(forward.shape[0], -1, z.shape[1]).index_select(0, drawn).flatten(0, 1)
         c = to_rows(prediction.logits.detach(), forward.class_dim).to(z.device)
         if forward.may_read:
             self._masks.look_for(z)
@@ -240,7 +228,8 @@ class Companion(Forecaster):
             gradient = gradient * half_factor
             size = size * half_factor
         self._pending.append((logits, gradient.to(logits)))
-        self._total_scale = size if self._total_scale is None else self._total_scale + size
+        self._total_scale = self._total_scale + size if self._has_observed else size
+        self._has_observed = True
 
     def _smaller_half_factor(self, gradient: Tensor) -> Tensor:
         """What gradients of the step are multiplied by so that no sum of rows overflows in float16, or underflows.
@@ -249,10 +238,10 @@ class Companion(Forecaster):
         """
         factor = HALF_SIZE / gradient.abs().sum(0).amax().clamp(min=TINY)
         before = self._half_factor
-        if before is not None and self._total_scale is not None:
+        if before is not None:
             factor = torch.minimum(factor, before)
             share = factor / before
-            for brought in (*self.network.gradients(), *(waiting for _, waiting in self._pending)):
+            for brought in (*gradients_of(self.network.own), *(waiting for _, waiting in self._pending)):
                 brought.mul_(share)
             self._total_scale = self._total_scale * share
         self._half_factor = factor
@@ -261,7 +250,7 @@ class Companion(Forecaster):
     def pass_over(self, forward: Forward) -> None:
         """Run the backward pass of sharded layers by zeros, since the other ranks run theirs."""
         prediction: Prediction = forward.prediction
-        if any_sharded(list(self.network.module.parameters())) and prediction.logits.requires_grad:
+        if any_sharded(self.network.own) and prediction.logits.requires_grad:
             self._pending.append((prediction.logits, torch.zeros_like(prediction.logits)))
             prediction.logits = prediction.logits.detach()
 
@@ -270,7 +259,7 @@ class Companion(Forecaster):
         if not self._pending:
             return
         network = self.network
-        if network.is_new and not are_zero(network.gradients()):
+        if network.is_new and not are_zero(gradients_of(network.own)):
             raise RuntimeError(REACHED)
         network.is_new = False
         logits, gradients = zip(*self._pending, strict=True)
@@ -286,7 +275,7 @@ class Companion(Forecaster):
         if self._pending:  # which only compiled autograd leaves
             self.end_backward()
         has_ranks = self._group.size > 1 and self._has_predicted  # each of which must bring the same to the reduction
-        if has_ranks or self._total_scale is not None:
+        if has_ranks or self._has_observed:
             self.network.step(self._total_scale, has_ranks)
         self._start()
 
@@ -304,10 +293,6 @@ class Companion(Forecaster):
             self._made.clear_gradients()
 
     # ---- following the base, and the state ---------------------------------------------------------------------------
-
-    def model_loaded(self) -> None:
-        if self._made is not None and self._is_copy:
-            self._made.loaded_since = self._made.has_predicted
 
     def create_state(self) -> None:
         self.network.create_state()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.progress import are_close
-from dcl_optim.pytorch.internals import hooks_of, tensors_of, version_of, warn
+from dcl_optim.pytorch.internals import hooks_of, leaves_in, version_of, warn
 from dcl_optim.pytorch.outputs import leaves_of
 from dcl_optim.pytorch.parameters import parameters_of, requires_grad
 from dcl_optim.pytorch.ranks import any_sharded
@@ -50,7 +50,7 @@ def build(model: nn.Module, base: Optimizer, given: nn.Module | None) -> nn.Modu
     except Exception as error:
         what = "the companion could not be made as a copy of the model"
         raise RuntimeError(f"{what} ({error}); {PASS_A_MODULE}") from error
-    if [name for name, _ in copied.named_parameters()] != [name for name, _ in model.named_parameters()]:
+    if list(dict(copied.named_parameters())) != list(dict(model.named_parameters())):
         raise ValueError(f"the parameters of the model's copy have other names or another order; {PASS_A_MODULE}")
     copies = list(copied.modules())
     for module in copies:
@@ -67,7 +67,7 @@ def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
     attributes = [value for module in modules for value in vars(module).values()]
     memo |= {id(value): value for value in attributes if isinstance(value, KEPT)}
-    computed = [tensor for tensor in tensors_of(attributes) if tensor.grad_fn is not None]
+    computed = [leaf for leaf in leaves_in(attributes) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
     memo |= {id(tensor): tensor.detach().clone() for tensor in computed}  # torch copies no tensor with a graph
     for parameter in set(model.parameters()).difference(filter(requires_grad, parameters_of(base))):
         memo[id(parameter)] = parameter
@@ -87,15 +87,16 @@ def _is_copied(hook: Any, modules: list[nn.Module]) -> bool:
 # ---- the first prediction --------------------------------------------------------------------------------------------
 
 
-def require_own_leaves(logits: Tensor, model: nn.Module, base: Optimizer, own: set[Tensor]) -> None:
+def require_own_leaves(logits: Tensor, model: nn.Module, base: Optimizer, companion: nn.Module) -> None:
     """Raise RuntimeError if the companion's backward pass would give a gradient to tensors that are not its own.
 
     Args:
         logits: of the companion, with their graph.
         model: the model, whose parameters are never the companion's own.
         base: its optimizer. If it trains tensors that are no parameters, leaves that are none count.
-        own: the parameters of the companion and of its optimizer.
+        companion: the companion.
     """
+    own = set(companion.parameters())
     if any_sharded(list(own)):
         return
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MethodType
@@ -65,26 +64,26 @@ class Network:
         module: the companion.
         device: where the base's first parameter is.
         optimizer: its optimizer.
+        own: its parameters that are trained.
         wide: the float32 weights behind parameters in half precision, which the optimizer steps in their place.
         is_new: whether no backward pass has run in it, and it has no weights of a state.
         has_predicted: whether it has, and was found to share nothing that it trains.
         has_begun: whether a gradient was not 0. A copy of the model begins with gradients of exactly 0, by which some
             optimizers divide later; until then no step is taken.
-        loaded_since: whether weights were loaded into the model since the last forward pass.
     """
+
+    is_new = True
+    has_predicted = False
+    has_begun = False
+    _num_ranks = 0  # at the last forward pass; 0 before the first
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
         if has_other_parameters(base, model):
             raise ValueError(NOTHING_TO_TRAIN)
-        self.is_new = True
-        self.has_predicted = False
-        self.has_begun = False
-        self.loaded_since = False
         self._model = model
         self._base = base
         self._options = options
         self._group = group
-        self._num_ranks = 0  # at the last forward; 0 before the first
         self._is_copy = options.companion is None
         self._forward = vars(model).get("forward")
         self._known = _trained_by(base)
@@ -94,13 +93,16 @@ class Network:
             self.module = build(model, base, options.companion)
             names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
             own = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in names}
-            self._twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
+            twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
             others = [parameter for name, parameter in own.items() if name not in names.values()]
-            if not (self._twins or others):
+            # What is trained: the base's parameters, the companion's in their place and others, and what is stepped.
+            self._theirs = list(twins)
+            self.own = [*twins.values(), *others]
+            if not self.own:
                 raise ValueError(NOTHING_TO_TRAIN)
-            self.wide = WideWeights((*self._twins.values(), *others))
-            stepped = {theirs: self.wide.behind(ours) for theirs, ours in self._twins.items()}
-            self.optimizer = make_optimizer(base, stepped, list(map(self.wide.behind, others)), options.make_optimizer)
+            self.wide = WideWeights(self.own)
+            self._weights = list(map(self.wide.behind, self.own))
+            self.optimizer = make_optimizer(base, self._theirs, self._weights, options.make_optimizer)
         self._follow_options()
         self._modules = [(model, self.module)]
         if self._is_copy:
@@ -121,19 +123,17 @@ class Network:
         The companion keeps a parameter that is frozen; it learns again when it is unfrozen.
         """
         # Without a line of Python for each parameter. In a copy of this object the ids are others, and the rest is run.
-        seen = [
-            (list(map(id, group["params"])), list(map(_kind, group["params"]))) for group in self._base.param_groups
-        ]
+        seen = [[*map(id, group["params"]), *map(_kind, group["params"])] for group in self._base.param_groups]
         if seen == self._seen:
             return False
         trained = _trained_by(self._base)
         parameters = {parameter for parameter, *_ in trained}
-        if self._twins.keys().isdisjoint(parameters) and has_other_parameters(self._base, self._model):
+        if parameters.isdisjoint(self._theirs) and has_other_parameters(self._base, self._model):
             raise ValueError(NOTHING_TO_TRAIN)
         self._seen = seen
         self.device = next(parameters_of(self._base)).device
-        for theirs, ours in self._twins.items():
-            for tensor in (ours, self.wide.behind(ours)):
+        for theirs, *ours in zip(self._theirs, self.own, self._weights, strict=False):
+            for tensor in ours:
                 tensor.requires_grad_(theirs in parameters)
         return not trained <= self._known
 
@@ -142,7 +142,7 @@ class Network:
         if self._group.size != self._num_ranks:  # DistributedDataParallel may come later than the companion
             self._num_ranks = self._group.size
             self.wide.read_network()
-            self._group.broadcast(self.wide.behind(p).data for p in filter(requires_grad, self.module.parameters()))
+            self._group.broadcast(weight.data for weight in self._weights)
             self._group.broadcast(self.module.buffers())
             self.wide.write_network()
         forward: Any = vars(self._model).get("forward")
@@ -168,37 +168,31 @@ class Network:
 
     # ---- gradients, and the step -------------------------------------------------------------------------------------
 
-    def gradients(self) -> list[Tensor]:
-        """The gradients that backward passes have added up since the last step."""
-        trained = filter(requires_grad, self.module.parameters())
-        return [parameter.grad for parameter in trained if parameter.grad is not None]
+    def _fill_gradients(self) -> None:
+        """Give zeros to each weight that has no gradient."""
+        for weight in filter(requires_grad, self._weights):
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
 
-    def _gradients_to_step(self, fills: bool) -> list[Tensor]:
-        """The gradients of what the optimizer steps; ``fills`` gives zeros to each parameter that has none."""
-        if self.wide.weights:
-            self.wide.widen_gradients()
-        if fills:
-            for parameter in filter(requires_grad, parameters_of(self.optimizer)):
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-        return list(gradients_of(self.optimizer))
-
-    def step(self, total: Scale | None, has_ranks: bool) -> None:
+    def step(self, total: Scale, has_ranks: bool) -> None:
         """Step with the base's options, unless no gradient was other than 0; its draws are not taken from the script's.
 
         To ask whether one was synchronizes, mostly in two steps.
 
         Args:
             total: what the gradients are divided by, so that they are the mean over the forward passes, weighted by
-                their loss scales; also 0 on a device, of batches that were not read. None without any.
+                their loss scales; also 0, of batches that were not read, or without any.
             has_ranks: whether the gradients are averaged over the ranks, and those that are missing are zeros.
         """
-        gradients = self._gradients_to_step(fills=has_ranks)
+        if self.wide.weights:
+            self.wide.widen_gradients()
+        if has_ranks:
+            self._fill_gradients()
+        gradients = list(gradients_of(self._weights))
         if has_ranks and any_sharded(gradients):  # this rank has parts of the gradients of all
-            own = 0.0 if total is None else total
-            total = torch.as_tensor(own, dtype=torch.float32, device=self.device).clone()
+            total = torch.as_tensor(total, dtype=torch.float32, device=self.device).clone()
             self._group.average([total])
-        if gradients and total is not None:
+        if gradients:
             parts = local_parts(gradients)
             divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
             torch._foreach_div_(parts, divisor)
@@ -223,7 +217,7 @@ class Network:
         """Create the optimizer's state for torch.distributed.checkpoint to load into, by a step with gradients of 0."""
         if not self.optimizer.state:
             self._follow_options()
-            self._gradients_to_step(fills=True)
+            self._fill_gradients()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
@@ -246,35 +240,35 @@ class Network:
         """The companion's tensors without what it shares with the model, and its optimizer's state."""
         self._follow_options()  # what the script has changed since the last step, as a scheduler does
         self.wide.read_network()
-        optimizer = _with_keys(str, self.optimizer.state_dict())  # as torch.distributed.checkpoint makes all keys
-        return {"begun": self.has_begun, "model": self.own_tensors(), "optimizer": optimizer}
+        return {"begun": self.has_begun, "model": self.own_tensors(), "optimizer": self.optimizer.state_dict()}
 
     def own_tensors(self) -> dict[str, Any]:
         """The state of the module, with weights of float32 in the place of parameters in half precision."""
         own = self.module.state_dict()
-        trained = set(self._twins.values())
+        trained = set(self.own)
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             if self._is_copy and parameter not in trained:  # the model's
                 own.pop(name, None)
-            elif parameter in self.wide.weights:
-                own[name] = self.wide.weights[parameter].detach()
+            else:
+                own[name] = self.wide.behind(parameter).detach()
         return own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, or nothing of it, with a ValueError if it does not fit."""
-        check_state(state["model"], self.own_tensors(), "companion")
+        own = self.own_tensors()
+        check_state(state["model"], own, "companion")
         with all_or_nothing(self.optimizer):
-            saved = _with_keys(lambda key: int(key) if str(key).isdigit() else key, state["optimizer"])
+            saved = dict(state["optimizer"])
+            if "state" in saved:  # torch.distributed.checkpoint makes texts of all keys
+                saved["state"] = {int(key) if str(key).isdigit() else key: own for key, own in saved["state"].items()}
             self.optimizer.load_state_dict(saved)
             self.module.load_state_dict(state["model"], strict=False)
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if parameter in self.wide.weights:
-                    self.wide.weights[parameter].data.copy_(state["model"][name])
-            self.wide.write_network()
+            for name, tensor in own.items():
+                if isinstance(tensor, Tensor):  # a weight of float32 has more than was loaded into its rounding
+                    tensor.copy_(state["model"][name])
         self.has_begun = state["begun"]
         self.has_predicted = False
         self.is_new = False
-        self.loaded_since = False
 
 
 def _trained_by(base: Optimizer) -> set[Any]:
@@ -284,12 +278,6 @@ def _trained_by(base: Optimizer) -> set[Any]:
         for number, group in enumerate(base.param_groups)
         for parameter in filter(requires_grad, group["params"])
     }
-
-
-def _with_keys(convert: Callable[[Any], Any], state: dict[str, Any]) -> dict[str, Any]:
-    if "state" not in state:
-        return state
-    return state | {"state": {convert(key): value for key, value in state["state"].items()}}
 
 
 _kind = attrgetter("requires_grad", "device", "dtype")

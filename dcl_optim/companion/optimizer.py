@@ -30,50 +30,49 @@ def are_zero(gradients: Iterable[Tensor]) -> bool:
 def check_optimizer(base: Optimizer, make: MakeOptimizer | None) -> None:
     """Raise, before there is a companion, if no optimizer can be made for it."""
     if make is None:
-        copy_optimizer(base, {parameter: parameter for parameter in parameters_of(base)}, [])
+        trained = list(parameters_of(base))
+        copy_optimizer(base, trained, trained)
     elif not callable(make) or isinstance(make, Optimizer):
         raise TypeError(f"companion_optimizer must be a callable that builds one from parameters, got {make!r}")
 
 
-def make_optimizer(
-    base: Optimizer, twins: dict[Tensor, Tensor], others: list[Tensor], make: MakeOptimizer | None
-) -> Optimizer:
+def make_optimizer(base: Optimizer, theirs: list[Tensor], ours: list[Tensor], make: MakeOptimizer | None) -> Optimizer:
     """Give the optimizer that the user asked for: a copy of the base, or what a callable builds, which is left alone.
 
     Args:
-        base, twins, others: see :func:`copy_optimizer`.
+        base, theirs, ours: see :func:`copy_optimizer`.
         make: the callable; None for a copy.
     """
     if make is None:
-        return copy_optimizer(base, twins, others)
-    given = [*twins.values(), *others]
-    made: Any = make(given)
+        return copy_optimizer(base, theirs, ours)
+    made: Any = make(list(ours))
     if not isinstance(made, Optimizer):
         raise TypeError(f"companion_optimizer must build an optimizer, but returned {made!r}")
-    if not set(parameters_of(made)).issubset(given):
+    if not set(parameters_of(made)).issubset(ours):
         raise ValueError("companion_optimizer must build an optimizer of the parameters that it gets, and of no others")
     if hasattr(made, "train"):  # Schedule-Free has two modes
         made.train()
     return made
 
 
-def copy_optimizer(base: Optimizer, twins: dict[Tensor, Tensor], others: list[Tensor]) -> Optimizer:
+def copy_optimizer(base: Optimizer, theirs: list[Tensor], ours: list[Tensor]) -> Optimizer:
     """Copy an optimizer for other parameters, without its state and its hooks; optimizers that it holds are its own.
 
     Args:
         base: the optimizer; of one that wraps another, such as SAM, the inner one is copied.
-        twins: for parameters of the base, those in their place.
-        others: further parameters, for its first group.
+        theirs: parameters of the base.
+        ours: those in their place, and further ones, for the first group.
     """
     inner = inner_of(base)
     kind = type(inner)
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"{kind.__name__} cannot train the companion: it steps with a closure only; {PASS_ANOTHER}")
+    twins = dict(zip(theirs, ours, strict=False))
     groups = [[twins[parameter] for parameter in group["params"] if parameter in twins] for group in base.param_groups]
-    groups[0] += others
+    groups[0] += ours[len(theirs) :]
     copied = kind.__new__(kind)
-    memo: dict[int, Any] = {id(theirs): ours for theirs, ours in twins.items()}
+    memo: dict[int, Any] = dict(zip(map(id, theirs), ours, strict=False))
     for one in (base, inner):  # ZeroRedundancyOptimizer's trains a part of the parameters
         memo |= {id(group["params"]): own for group, own in zip(one.param_groups, groups, strict=True)}
     memo |= {id(inner): copied, id(inner.state): defaultdict(dict)}

@@ -38,16 +38,11 @@ class Replay:
         True
     """
 
-    def __init__(self) -> None:
-        self._given: Arguments = (), {}  # of the forward pass that runs
-        self._device = CPU
-        self._rng_states: list[Tensor] = []
-
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
-        self._given = args, kwargs
+        self._given: Arguments = args, kwargs
         self._thread = threading.get_ident()
-        self._arguments = copied((args, kwargs))
+        self._arguments = copied(self._given)
         self._device = device
         self._rng_states = [torch.get_rng_state()]
         if device != CPU and device.type != "meta":
@@ -66,29 +61,18 @@ class Replay:
     def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a network with the random draws of the forward pass whose arguments were asked for."""
         hooks: AbstractContextManager[Any] = nullcontext()
-        if _are_saved_tensors_hooked():
-            # A checkpoint's recomputation does not run this network again. Detached, a saved output does not hold the
-            # graph that holds it.
-            hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _unchanged)
+        try:
+            with torch.autograd.graph.disable_saved_tensors_hooks("none are to be active"):
+                pass
+        except RuntimeError:  # some are, as those of a non-reentrant checkpoint, which does not run this network again
+            # Detached, a saved output does not hold the graph that holds it.
+            hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
         with forked_rng(self._device), hooks:
             of_cpu, *of_device = self._rng_states
             torch.set_rng_state(of_cpu)
             for state in of_device:
                 torch.get_device_module(self._device).set_rng_state(state, self._device)
             return network(*args, **kwargs)
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _are_saved_tensors_hooked() -> bool:
-    """Whether hooks on saved tensors are active in this thread, as those of a non-reentrant checkpoint."""
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks("none are to be active"):  # which raises if some are
-            return False
-    except RuntimeError:
-        return True
 
 
 def _copy(leaf: Any) -> Any:

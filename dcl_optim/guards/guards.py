@@ -231,10 +231,10 @@ class Guards:
 
     def model_loaded(self) -> None:
         """Weights were loaded into the model."""
-        self._is_loaded = self._has_learned and self._forecaster.reads_labels
+        self._is_loaded = self._has_learned
 
     def state_loaded(self) -> None:
-        """A state of the optimizer was loaded, with what it learned from the weights of its moment."""
+        """What was learned is of the model's weights: a state of the optimizer was loaded, or the companion reset."""
         self._first_look.is_over = self._forecaster.num_classes > 0
         self._has_learned = False
         self._is_loaded = False

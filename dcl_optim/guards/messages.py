@@ -103,8 +103,9 @@ TOO_STRONG = (
 WEIGHTS_LOADED = (
     "weights were loaded into the model since its last step, but what {name} learned from the weights before was kept: "
     "if they are others, the penalty pulls the model back.\n"
-    "  Fix: wrap again, optimizer = {name}(optimizer.base, model), or load the optimizer's state of the same moment. "
-    "Ignore this for weights swapped in for an evaluation only"
+    "  Fix: after loading wrap again, optimizer = {name}(optimizer.base, model), or with DCL call "
+    "optimizer.reset_companion(); or load the optimizer's state of the same moment. Ignore this for weights swapped in "
+    "for an evaluation only"
 )
 IN_BATCH = (
     "the labels of this batch are its rows' places, 0, 1, 2, ... up to its last logit: scores against the rows of a "

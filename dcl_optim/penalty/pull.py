@@ -59,11 +59,6 @@ class Pull(NamedTuple):
 
         ``added_to`` is another gradient, which it is added to. With ``overwrites`` it takes the memory of the slope.
         """
-        if self.drawn is not None:
-            whole = torch.zeros(shape, dtype=dtype, device=self.slope.device) if added_to is None else added_to
-            size = torch.Size([len(self.drawn), *shape[1:]])
-            part = self._replace(drawn=None).gradient(size, dtype, class_dim, scale, weight)
-            return whole.index_add(0, self.drawn, part)
         factor = self.factor
         of_rows = self.weights
         for given in (scale, weight):
@@ -77,11 +72,16 @@ class Pull(NamedTuple):
         if of_rows is None:
             of_rows = constant(1.0, self.slope.device)
         other = constant(0.0, self.slope.device)
-        if added_to is not None:
+        if added_to is not None and self.drawn is None:
             other = to_rows(added_to, class_dim).to(self.slope.dtype)
         of_rows = of_rows.unsqueeze(1) if of_rows.ndim else of_rows
         out = self.slope if overwrites else None
-        return from_rows(torch.addcmul(other, self.slope, of_rows, value=factor, out=out), shape, class_dim).to(dtype)
+        rows = torch.addcmul(other, self.slope, of_rows, value=factor, out=out)
+        if self.drawn is None:
+            return from_rows(rows, shape, class_dim).to(dtype)
+        part = from_rows(rows, (len(self.drawn), *shape[1:]), class_dim).to(dtype)
+        whole = torch.zeros(shape, dtype=dtype, device=rows.device) if added_to is None else added_to
+        return whole.index_add(0, self.drawn, part)
 
 
 def nothing(logits: Tensor) -> Tensor:

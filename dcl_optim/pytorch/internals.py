@@ -78,18 +78,12 @@ def version_of(tensor: Tensor) -> int:
 version = attrgetter("_version")  # the same of a tensor that requires a gradient, and so is no inference tensor
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply a function to every tensor in nested containers; one that torch's pytree does not know is handed on."""
-    return pytree.tree_map_only(Tensor, function, tree)
-
+# Applies a function to every tensor in nested containers; one that torch's pytree does not know is handed on.
+map_tensors: Callable[[Callable[[Tensor], Any], Any], Any] = functools.partial(pytree.tree_map_only, Tensor)
 
 # The same for everything in nested containers, also for a container that torch's pytree does not know.
 map_leaves = pytree.tree_map
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """All tensors in nested containers."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+leaves_in = pytree.tree_leaves  # in a list
 
 
 def frames_of(module: str) -> Iterator[FrameType]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter, is_not
@@ -36,19 +36,19 @@ def has_other_parameters(optimizer: Optimizer, model: nn.Module) -> bool:
     return set(map(id, parameters_of(optimizer))).isdisjoint(map(id, model.parameters()))
 
 
-def gradients_of(optimizer: Optimizer) -> Iterator[Tensor]:
+def gradients_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
     """The gradients of the parameters that have one."""
-    return filter(_exists, map(_gradient, parameters_of(optimizer)))
+    return filter(_exists, map(_gradient, parameters))
 
 
 def have_gradients(optimizer: Optimizer) -> bool:
     """Whether any parameter has a gradient."""
-    return next(gradients_of(optimizer), None) is not None
+    return next(gradients_of(parameters_of(optimizer)), None) is not None
 
 
 def have_zeros(optimizer: Optimizer) -> bool:
     """Whether there are gradients, and all of them are 0. Synchronizes."""
-    return have_gradients(optimizer) and not any(map(torch.any, gradients_of(optimizer)))
+    return have_gradients(optimizer) and not any(map(torch.any, gradients_of(parameters_of(optimizer))))
 
 
 def inner_of(base: Optimizer) -> Optimizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -47,8 +46,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is one over all ranks, each of which holds its part."""
-    sharding: Any = sys.modules.get("torch.distributed.tensor")  # imported once something is sharded
-    return sharding is not None and isinstance(tensor, sharding.DTensor)
+    return any_sharded([tensor])
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -88,6 +86,10 @@ class DataParallelGroup:
 
     ``"auto"`` is the group of a DistributedDataParallel around the model, now or later, or the ranks of the mesh over
     which its parameters lie. Of these some may have the same rows (tensor parallelism), which changes no mean.
+
+    Attributes:
+        size: how many ranks train the model.
+        rank: the number of this one among them, from 0.
     """
 
     def __init__(self, model: nn.Module, process_group: Any) -> None:
@@ -100,6 +102,7 @@ class DataParallelGroup:
         self._groups: list[Any] = []
         self._has_looked = False
         self.size = 1
+        self.rank = 0
         self.find()
 
     def find(self) -> None:
@@ -107,20 +110,14 @@ class DataParallelGroup:
         if not self._groups and self._given is not None and dist.is_available() and dist.is_initialized():
             self._groups = [self._given] if self._given != "auto" else self._look()
             self._has_looked = True
-            self.size = math.prod(group.size() for group in self._groups)
+            for group in self._groups:
+                self.size *= group.size()
+                self.rank = self.rank * group.size() + group.rank()
 
     def _look(self) -> list[Any]:
         wrappers = (*layers(self._model), internals.running_ddp())
         found = list(filter(None, map(_group_of, wrappers)))[:1]
         return found if found or self._has_looked else _groups_of_mesh(self._model)
-
-    @property
-    def rank(self) -> int:
-        """The number of this rank among those that train the model, from 0."""
-        number = 0
-        for group in self._groups:
-            number = number * dist.get_world_size(group) + dist.get_rank(group)
-        return number
 
     def warn_of_ranks(self) -> None:
         """Warn once if there are several ranks, and no group was found: called when a step has been taken."""
@@ -162,7 +159,7 @@ class DataParallelGroup:
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_groups": [], "_has_looked": False, "size": 1}
+        return self.__dict__ | {"_groups": [], "_has_looked": False, "size": 1, "rank": 0}
 
 
 def _groups_of_mesh(model: nn.Module) -> list[Any]:
@@ -179,7 +176,8 @@ def _group_of(module: nn.Module | None) -> Any:
 
 def any_sharded(tensors: list[Tensor]) -> bool:
     """Whether some are, with no work in Python that grows with their number."""
-    return any(map(is_sharded, dict(zip(map(type, tensors), tensors, strict=True)).values()))
+    sharding: Any = sys.modules.get("torch.distributed.tensor")  # imported once something is sharded
+    return sharding is not None and any(issubclass(kind, sharding.DTensor) for kind in set(map(type, tensors)))
 
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:

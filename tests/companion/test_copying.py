@@ -55,6 +55,22 @@ def test_model_that_cannot_be_copied():
     fit(optimizer, batches(2))
 
 
+def test_a_model_that_keeps_its_last_output_with_its_graph_is_copied():
+    """Of which torch makes no deep copy, as of what torch.nn.utils.weight_norm computes."""
+
+    class Noting(nn.Sequential):
+        def forward(self, x):
+            self.last = super().forward(x)
+            return self.last
+
+    model = Noting(*mlp())
+    optimizer = wrap(model)
+    fit(optimizer, batches(2))
+    optimizer.reset_companion()
+    fit(optimizer, batches(2))
+    assert optimizer.logs()["penalty"] > 0
+
+
 def test_a_copy_whose_parameters_have_other_names_is_refused():
     """As of Keras's models, whose names are counted up."""
 
@@ -386,11 +402,12 @@ def test_a_first_prediction_that_is_not_the_models_is_warned_of_once():
     assert len(caught) == 1
 
 
-def test_a_copy_that_was_made_before_the_models_weights_is_warned_of():
-    """Also where layers are frozen, whose weights it has as soon as the model."""
+@pytest.mark.parametrize("fraction", [1, 0.5])
+def test_a_copy_that_was_made_before_the_models_weights_is_warned_of(fraction):
+    """Also where layers are frozen, whose weights it has as soon as the model, and where it gets a part of the rows."""
     model = mlp()
     model[0].requires_grad_(False)
-    optimizer = wrap(model)
+    optimizer = wrap(model, companion_fraction=fraction)
     assert optimizer.companion is not None
     load_weights(model, optimizer)
     with pytest.warns(UserWarning, match=NOT_EQUAL):

@@ -1,4 +1,4 @@
-"""Weights that are loaded in the middle of a run, whose prototypes are those of other weights."""
+"""Weights that are loaded in the middle of a run, whose prototypes or companion are those of other weights."""
 
 import copy
 
@@ -6,31 +6,41 @@ import pytest
 import torch.nn.functional as F
 
 from tests.helpers import batches, mlp
-from tests.reference import EACH_WAY, wrap
+from tests.reference import EACH_WAY, term_of, wrap
 
-LOADED = r"weights were loaded into the model since(?s:.*)DCPOptimizer\(optimizer\.base, model\)"
+LOADED = r"weights were loaded into the model since(?s:.*)"
+FIX = {"dcp": r"DCPOptimizer\(optimizer\.base, model\)", "dcl": r"optimizer\.reset_companion\(\)"}
 
 
 @EACH_WAY
-def test_weights_loaded_in_mid_run_are_warned_of_once(way):
+@pytest.mark.parametrize("variant", FIX)
+def test_weights_loaded_in_mid_run_are_warned_of_once(variant, way):
     model = mlp()
-    optimizer = wrap("dcp", model)
+    optimizer = wrap(variant, model)
     first = copy.deepcopy(model.state_dict())
 
     def fold():
+        term = term_of(optimizer, way)
         for x, y in batches(3):
             optimizer.zero_grad()
             z = model(x)
-            (F.cross_entropy(z, y) + (optimizer.penalty(z, y) if way == "term" else 0.0)).backward()
+            (F.cross_entropy(z, y) + term(z, y)).backward()
             optimizer.step()
+
+    def load_and_fix():
+        model.load_state_dict(first)
+        if variant == "dcl":
+            optimizer.reset_companion()
+            return optimizer
+        return wrap("dcp", model)
 
     model.load_state_dict(first)  # before training
     fold()
+    optimizer = load_and_fix()
+    fold()
     model.load_state_dict(first)
-    with pytest.warns(UserWarning, match=LOADED) as caught:
+    with pytest.warns(UserWarning, match=LOADED + FIX[variant]) as caught:
         fold()
     model.load_state_dict(first)
     fold()
     assert len(caught) == 1
-    optimizer = wrap("dcp", model)  # the fix
-    fold()

@@ -81,7 +81,6 @@ dcl_optim.forecaster.Forecaster()
     .load_state_dict(self, state)
     .logs(self)
     .measure_accuracy(self, from_classes)
-    .model_loaded(self)
     .num_classes = 0
     .observe(self, forward, pull, labels, scale, alpha)
     .pass_over(self, forward)
