@@ -155,27 +155,32 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     norm = torch.linalg.vector_norm if z.numel() <= PART else _norm_by_rows
     num_rows, num_classes = z.shape
     smoothing = max(form.smoothing, 0.0)
-    # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
-    size = g.amin(1) if form.smoothing == LOG else g.amax(1)
-    live = size.bool()
-    num_live = torch.linalg.vector_norm(size, 0, dtype=wide_dtype(z.dtype))  # counts in one kernel
     roundoff = _roundoff_of(z.dtype, g.dtype)
     half_step = _half_step(g.dtype)
     rounding = rounding_of(form.in_float32, z.dtype, num_classes)
     g = wide(g)
+    # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
+    live = (g.amin(1) if form.smoothing == LOG else g.amax(1)).ne_(0.0)
+    num_live = live.sum()
     p = _probabilities(form, z)
-    # Of entries that are all zero, as of a certain label, the likeliest.
-    y = _smoothed_labels(p, g, live, smoothing) if smoothing else torch.add(g, p, alpha=-TINY).argmin(1)
-    r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add")  # p - q
-    if smoothing:
-        r.sub_(smoothing / num_classes)
-    r.mul_(live.unsqueeze(1))
     whole = norm(g)
-    length = norm(r)
-    has_shift = smoothing > 0.0 and (roundoff > _roundoff_of(torch.float32) or num_classes > FEW)
-    a, along = _slope(g, r, y, length, num_live) if has_shift else (whole / length, num_live)
+    has_shift = smoothing > 0.0 and roundoff > _roundoff_of(torch.float32)
+    if smoothing:
+        p.sub_(smoothing / num_classes).mul_(live.unsqueeze(1))  # r, but for the labels' entries
+        a = _median_ratio(p, g)
+    if smoothing and not has_shift:
+        left = torch.addcmul(g, p, a, value=-1.0, out=p)
+        y = left.argmin(1)
+        left.scatter_(1, y.unsqueeze(1), 0.0)  # it follows from the others, as rows sum to 0
+    else:
+        # Of entries that are all zero, as of a certain label, the likeliest.
+        y = _labels(p, g, torch.maximum(a, 3.0 * g.amax()) if smoothing else constant(TINY, z.device))
+        r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add").mul_(live.unsqueeze(1))  # p - q
+        length = norm(r)
+        a, along = _slope(g, r, y, length, num_live) if smoothing else (whole / length, num_live)
+        left = torch.addcmul(g, r, a, value=-1.0, out=r)
     scale = a * num_live
-    rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))  # nan if no row is live
+    rest = norm(left)  # nan if no row is live
     if has_shift:  # without what another smoothing explains
         squares_of_v = 1.0 - 1.0 / num_classes  # in a row
         most = MAX_SHIFT * smoothing * squares_of_v
@@ -188,12 +193,12 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
     fits = limit <= half_step * (2.0 * num_classes if smoothing else math.sqrt(num_classes)) * math.sqrt(num_rows)
     if form.smoothing == LOG:
-        fits = fits & ((torch.logsumexp(wide(z), 1).abs() <= NORMALIZED) | ~live).all()
+        fits = fits & ((torch.logsumexp(wide(z), 1) * live).abs() <= NORMALIZED).all()
     # A comparison with a number makes a tensor of it first.
     told = fits if has_shift else excess <= constant(0.0, z.device)
     scale = torch.where(told, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
-        y = torch.where(live & fits, y, constant(num_classes, z.device))
+        y = torch.where(torch.logical_and(live, fits), y, constant(num_classes, z.device))
     return Reading(y, scale, fits, num_live, rest)
 
 
@@ -261,14 +266,12 @@ def _along(rows: Tensor, y: Tensor) -> Tensor:
     return torch.add(F.nll_loss(rows, y, reduction="sum"), rows.sum(), alpha=1.0 / rows.shape[1])
 
 
-def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
-    # Of three entries one at most is the label's, and the others' ratio is the factor.
-    ratios = g[:, :3] / (p[:, :3] - smoothing / p.shape[1])
-    if p.shape[1] == 2:  # the label's is the lower one, unless the model is too sure of the wrong class
-        ratios = ratios.amax(1, keepdim=True)
-    guess = torch.where(live.unsqueeze(1), ratios, torch.nan).nanmedian()
-    guess = torch.maximum(guess, 3.0 * g.amax())  # where every p is as close to smoothing / K as the form's is
-    return _labels(p, g, guess)
+def _median_ratio(r: Tensor, g: Tensor) -> Tensor:
+    # Of three entries one at most is the label's, and the others' ratio is the factor; nan where no row is live.
+    ratios = g[:, :3] / r[:, :3]
+    if r.shape[1] == 2:  # the label's is the lower one, unless the model is too sure of the wrong class
+        ratios = ratios.amax(1)
+    return ratios.nanmedian()
 
 
 def _labels(p: Tensor, g: Tensor, a: Tensor) -> Tensor:
