@@ -8,16 +8,21 @@ cross-entropy that was multiplied by :math:`a` sends the gradient
 Every smoothing has this form, also one that is spread over the other classes alone: then :math:`\epsilon` is K/(K - 1)
 times what the script has written.
 
-**Label.** Without smoothing it is the only negative entry of g, so :math:`y = \arg\min g`. With smoothing it is the
-lowest entry of :math:`g - \tfrac12 b\,p` for any b from :math:`2\epsilon a` to :math:`(4-2\epsilon)\,a`. All entries of
-a row but the label's have :math:`g = a\,(p - \epsilon/K)`, so that a is the median of these ratios, also
-of three classes alone. A model that fits has all p near :math:`\epsilon/K`, where the ratio is rounding. There a b of
-thrice the largest entry of g will do, which is never above 3a. Then :math:`r = p - q` is known.
+**Label.** Without smoothing it is the only negative entry of g, so :math:`y = \arg\min g`. With smoothing all entries
+of a row but the label's have :math:`g = a\,(p - \epsilon/K)`, so that a is the median of these ratios, also of three
+classes alone. Then :math:`g - a\,(p - \epsilon/K)` is 0, but for the label's entry, which is
+:math:`-a\,(1-\epsilon)`: it is the lowest, and it is so with any b from :math:`\epsilon a` to :math:`(2-\epsilon)\,a`
+in place of a.
 
-**Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`. With a
-smoothing that is right as long as the batch has the form's :math:`\epsilon` to the last digits: in float32 with at most
-``FEW`` classes. Otherwise (see below) its smoothing differs by some b, so that :math:`g = a\,(r + b\,v)` with
-:math:`v = e_y - 1/K`, and r is soon about as short as :math:`b\,v`. But no b is seen by a w that is orthogonal to v:
+**Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`, with
+:math:`r = p - q`. With smoothing it is the median above, as long as the batch has the form's :math:`\epsilon` to the
+last digits: in float32. What is left of the label's entry follows from the others, as all sum to 0, so it is left out:
+with many classes it would be the sum's rounding (see below).
+
+In half precision a model that fits has all p near :math:`\epsilon/K`, where the ratio is rounding. There a b of one and
+a half times the largest entry of g will do, which is never above 1.5a. Besides, a batch's smoothing differs from the
+form's by some b, so that :math:`g = a\,(r + b\,v)` with :math:`v = e_y - 1/K`, and r is soon about as short as
+:math:`b\,v`. But no b is seen by a w that is orthogonal to v:
 
 .. math:: a = \frac{\sum w\,g}{\sum w\,r}, \qquad w = r - c\,v, \qquad c = \frac{\sum r\,v}{n\,(1 - 1/K)},
 
@@ -95,7 +100,7 @@ CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
-FEW = 512  # classes, whose sums in float32 are right to the last digits
+FEW = 512  # classes, whose sum in float32 is right to the last digits
 MAX_SHIFT = 0.1  # of the form's smoothing, by which that of a batch may differ
 PRIOR = 2.0  # of the form's own smoothing, as a measurement
 RIDGE = 1e-4  # of the number of rows, which decides where float32 leaves no digits of w
@@ -157,7 +162,6 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     smoothing = max(form.smoothing, 0.0)
     roundoff = _roundoff_of(z.dtype, g.dtype)
     half_step = _half_step(g.dtype)
-    rounding = rounding_of(form.in_float32, z.dtype, num_classes)
     g = wide(g)
     # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
     live = (g.amin(1) if form.smoothing == LOG else g.amax(1)).ne_(0.0)
@@ -176,21 +180,21 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
         # Of entries that are all zero, as of a certain label, the likeliest.
         y = _labels(p, g, torch.maximum(a, 3.0 * g.amax()) if smoothing else constant(TINY, z.device))
         r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add").mul_(live.unsqueeze(1))  # p - q
-        length = norm(r)
-        a, along = _slope(g, r, y, length, num_live) if smoothing else (whole / length, num_live)
+        a, along = _slope(g, r, y, norm(r), num_live) if smoothing else (whole / norm(r), num_live)
         left = torch.addcmul(g, r, a, value=-1.0, out=r)
     scale = a * num_live
     rest = norm(left)  # nan if no row is live
     if has_shift:  # without what another smoothing explains
-        squares_of_v = 1.0 - 1.0 / num_classes  # in a row
-        most = MAX_SHIFT * smoothing * squares_of_v
-        shift = (along / scale).clamp_(-most, most)
-        rest = torch.addcmul(rest.square(), along, shift * a, value=-1.0 / squares_of_v).clamp_(min=0.0).sqrt_()
+        most = MAX_SHIFT * smoothing
+        shift = (along / (scale * (1.0 - 1.0 / num_classes))).clamp_(-most, most)
+        rest = torch.addcmul(rest.square(), along, shift * a, value=-1.0).clamp_(min=0.0).sqrt_()
     excess = torch.sub(rest, whole, alpha=max(TOLERANCE, roundoff))
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
     least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
-    limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
+    limit = torch.addcdiv(
+        excess, least_scale, num_live, value=-rounding_of(form.in_float32, z.dtype, num_classes) * math.sqrt(num_rows)
+    )
     fits = limit <= half_step * (2.0 * num_classes if smoothing else math.sqrt(num_classes)) * math.sqrt(num_rows)
     if form.smoothing == LOG:
         fits = fits & ((torch.logsumexp(wide(z), 1) * live).abs() <= NORMALIZED).all()
