@@ -16,10 +16,10 @@ in place of a.
 
 **Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`, with
 :math:`r = p - q`. With smoothing it is the median above, as long as the batch has the form's :math:`\epsilon` to the
-last digits: in float32. What is left of the label's entry follows from the others, as all sum to 0, so it is left out:
-with many classes it would be the sum's rounding (see below).
+last digits: in float32 with at most ``FEW`` classes. What is left of the label's entry follows from the others, as all
+sum to 0, so it is left out.
 
-In half precision a model that fits has all p near :math:`\epsilon/K`, where the ratio is rounding. There a b of one and
+Otherwise a model that fits may have all p near :math:`\epsilon/K`, where the ratio is rounding. There a b of one and
 a half times the largest entry of g will do, which is never above 1.5a. Besides, a batch's smoothing differs from the
 form's by some b, so that :math:`g = a\,(r + b\,v)` with :math:`v = e_y - 1/K`, and r is soon about as short as
 :math:`b\,v`. But no b is seen by a w that is orthogonal to v:
@@ -100,7 +100,7 @@ CERTAIN = 0.99  # a form is chosen from rows whose two highest probabilities sum
 CERTAIN_OF_TWO = 0.9  # of two classes: from rows whose highest probability is smaller
 MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be apart to tell one factor from several
 TINY = 1e-37
-FEW = 512  # classes, whose sum in float32 is right to the last digits
+FEW = 512  # classes, whose sums in float32 are right to the last digits
 MAX_SHIFT = 0.1  # of the form's smoothing, by which that of a batch may differ
 PRIOR = 2.0  # of the form's own smoothing, as a measurement
 RIDGE = 1e-4  # of the number of rows, which decides where float32 leaves no digits of w
@@ -168,7 +168,7 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     num_live = live.sum()
     p = _probabilities(form, z)
     whole = norm(g)
-    has_shift = smoothing > 0.0 and roundoff > _roundoff_of(torch.float32)
+    has_shift = smoothing > 0.0 and (roundoff > _roundoff_of(torch.float32) or num_classes > FEW)
     if smoothing:
         p.sub_(smoothing / num_classes).mul_(live.unsqueeze(1))  # r, but for the labels' entries
         a = _median_ratio(p, g)
