@@ -8,16 +8,21 @@ cross-entropy that was multiplied by :math:`a` sends the gradient
 Every smoothing has this form, also one that is spread over the other classes alone: then :math:`\epsilon` is K/(K - 1)
 times what the script has written.
 
-**Label.** Without smoothing it is the only negative entry of g, so :math:`y = \arg\min g`. With smoothing it is the
-lowest entry of :math:`g - \tfrac12 b\,p` for any b from :math:`2\epsilon a` to :math:`(4-2\epsilon)\,a`. All entries of
-a row but the label's have :math:`g = a\,(p - \epsilon/K)`, so that a is the median of these ratios, also
-of three classes alone. A model that fits has all p near :math:`\epsilon/K`, where the ratio is rounding. There a b of
-thrice the largest entry of g will do, which is never above 3a. Then :math:`r = p - q` is known.
+**Label.** Without smoothing it is the only negative entry of g, so :math:`y = \arg\min g`. With smoothing all entries
+of a row but the label's have :math:`g = a\,(p - \epsilon/K)`, so that a is the median of these ratios, also of three
+classes alone. Then :math:`g - a\,(p - \epsilon/K)` is 0, but for the label's entry, which is
+:math:`-a\,(1-\epsilon)`: it is the lowest, and it is so with any b from :math:`\epsilon a` to :math:`(2-\epsilon)\,a`
+in place of a.
 
-**Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`. With a
-smoothing that is right as long as the batch has the form's :math:`\epsilon` to the last digits: in float32 with at most
-``FEW`` classes. Otherwise (see below) its smoothing differs by some b, so that :math:`g = a\,(r + b\,v)` with
-:math:`v = e_y - 1/K`, and r is soon about as short as :math:`b\,v`. But no b is seen by a w that is orthogonal to v:
+**Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`, with
+:math:`r = p - q`. With smoothing it is the median above, as long as the batch has the form's :math:`\epsilon` to the
+last digits: in float32 with at most ``FEW`` classes. What is left of the label's entry follows from the others, as all
+sum to 0, so it is left out.
+
+Otherwise a model that fits may have all p near :math:`\epsilon/K`, where the ratio is rounding. There a b of one and
+a half times the largest entry of g will do, which is never above 1.5a. Besides, a batch's smoothing differs from the
+form's by some b, so that :math:`g = a\,(r + b\,v)` with :math:`v = e_y - 1/K`, and r is soon about as short as
+:math:`b\,v`. But no b is seen by a w that is orthogonal to v:
 
 .. math:: a = \frac{\sum w\,g}{\sum w\,r}, \qquad w = r - c\,v, \qquad c = \frac{\sum r\,v}{n\,(1 - 1/K)},
 
@@ -155,45 +160,49 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     norm = torch.linalg.vector_norm if z.numel() <= PART else _norm_by_rows
     num_rows, num_classes = z.shape
     smoothing = max(form.smoothing, 0.0)
-    # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
-    size = g.amin(1) if form.smoothing == LOG else g.amax(1)
-    live = size.bool()
-    num_live = torch.linalg.vector_norm(size, 0, dtype=wide_dtype(z.dtype))  # counts in one kernel
     roundoff = _roundoff_of(z.dtype, g.dtype)
     half_step = _half_step(g.dtype)
-    rounding = rounding_of(form.in_float32, z.dtype, num_classes)
     g = wide(g)
+    # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
+    live = (g.amin(1) if form.smoothing == LOG else g.amax(1)).ne_(0.0)
+    num_live = live.sum()
     p = _probabilities(form, z)
-    # Of entries that are all zero, as of a certain label, the likeliest.
-    y = _smoothed_labels(p, g, live, smoothing) if smoothing else torch.add(g, p, alpha=-TINY).argmin(1)
-    r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add")  # p - q
-    if smoothing:
-        r.sub_(smoothing / num_classes)
-    r.mul_(live.unsqueeze(1))
     whole = norm(g)
-    length = norm(r)
     has_shift = smoothing > 0.0 and (roundoff > _roundoff_of(torch.float32) or num_classes > FEW)
-    a, along = _slope(g, r, y, length, num_live) if has_shift else (whole / length, num_live)
+    if smoothing:
+        p.sub_(smoothing / num_classes).mul_(live.unsqueeze(1))  # r, but for the labels' entries
+        a = _median_ratio(p, g)
+    if smoothing and not has_shift:
+        left = torch.addcmul(g, p, a, value=-1.0, out=p)
+        y = left.argmin(1)
+        left.scatter_(1, y.unsqueeze(1), 0.0)  # it follows from the others, as rows sum to 0
+    else:
+        # Of entries that are all zero, as of a certain label, the likeliest.
+        y = _labels(p, g, torch.maximum(a, 3.0 * g.amax()) if smoothing else constant(TINY, z.device))
+        r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add").mul_(live.unsqueeze(1))  # p - q
+        a, along = _slope(g, r, y, norm(r), num_live) if smoothing else (whole / norm(r), num_live)
+        left = torch.addcmul(g, r, a, value=-1.0, out=r)
     scale = a * num_live
-    rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))  # nan if no row is live
+    rest = norm(left)  # nan if no row is live
     if has_shift:  # without what another smoothing explains
-        squares_of_v = 1.0 - 1.0 / num_classes  # in a row
-        most = MAX_SHIFT * smoothing * squares_of_v
-        shift = (along / scale).clamp_(-most, most)
-        rest = torch.addcmul(rest.square(), along, shift * a, value=-1.0 / squares_of_v).clamp_(min=0.0).sqrt_()
+        most = MAX_SHIFT * smoothing
+        shift = (along / (scale * (1.0 - 1.0 / num_classes))).clamp_(-most, most)
+        rest = torch.addcmul(rest.square(), along, shift * a, value=-1.0).clamp_(min=0.0).sqrt_()
     excess = torch.sub(rest, whole, alpha=max(TOLERANCE, roundoff))
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
     least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
-    limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
+    limit = torch.addcdiv(
+        excess, least_scale, num_live, value=-rounding_of(form.in_float32, z.dtype, num_classes) * math.sqrt(num_rows)
+    )
     fits = limit <= half_step * (2.0 * num_classes if smoothing else math.sqrt(num_classes)) * math.sqrt(num_rows)
     if form.smoothing == LOG:
-        fits = fits & ((torch.logsumexp(wide(z), 1).abs() <= NORMALIZED) | ~live).all()
+        fits = fits & ((torch.logsumexp(wide(z), 1) * live).abs() <= NORMALIZED).all()
     # A comparison with a number makes a tensor of it first.
     told = fits if has_shift else excess <= constant(0.0, z.device)
     scale = torch.where(told, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
-        y = torch.where(live & fits, y, constant(num_classes, z.device))
+        y = torch.where(torch.logical_and(live, fits), y, constant(num_classes, z.device))
     return Reading(y, scale, fits, num_live, rest)
 
 
@@ -261,14 +270,12 @@ def _along(rows: Tensor, y: Tensor) -> Tensor:
     return torch.add(F.nll_loss(rows, y, reduction="sum"), rows.sum(), alpha=1.0 / rows.shape[1])
 
 
-def _smoothed_labels(p: Tensor, g: Tensor, live: Tensor, smoothing: float) -> Tensor:
-    # Of three entries one at most is the label's, and the others' ratio is the factor.
-    ratios = g[:, :3] / (p[:, :3] - smoothing / p.shape[1])
-    if p.shape[1] == 2:  # the label's is the lower one, unless the model is too sure of the wrong class
-        ratios = ratios.amax(1, keepdim=True)
-    guess = torch.where(live.unsqueeze(1), ratios, torch.nan).nanmedian()
-    guess = torch.maximum(guess, 3.0 * g.amax())  # where every p is as close to smoothing / K as the form's is
-    return _labels(p, g, guess)
+def _median_ratio(r: Tensor, g: Tensor) -> Tensor:
+    # Of three entries one at most is the label's, and the others' ratio is the factor; nan where no row is live.
+    ratios = g[:, :3] / r[:, :3]
+    if r.shape[1] == 2:  # the label's is the lower one, unless the model is too sure of the wrong class
+        ratios = ratios.amax(1)
+    return ratios.nanmedian()
 
 
 def _labels(p: Tensor, g: Tensor, a: Tensor) -> Tensor:

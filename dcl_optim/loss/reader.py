@@ -79,7 +79,8 @@ class LossReader:
         self.unread: Unread | None = None
         self.is_certain = False
         self.num_skipped = 0
-        self._num_certain = 0  # first batches, one after the other, of which the model is certain, with one plain form
+        # Of each of the first batches, if the model is certain of them and they have a plain form: is it beyond doubt?
+        self._certain: list[bool] = []
         self.not_counted: list[tuple[Tensor, Tensor]] = []
 
     def state(self) -> dict[str, Any]:
@@ -131,9 +132,8 @@ class LossReader:
         if dim != forward.class_dim:
             forward.lay_out(dim)
         z = forward.rows
-        dtype = wide_dtype(z.dtype)
-        if last is not None and not (isinstance(last, Tensor) and last.dtype == dtype and last.device == z.device):
-            last = torch.as_tensor(last).to(z.device, dtype)
+        if last is not None:
+            last = torch.as_tensor(last, dtype=wide_dtype(z.dtype), device=z.device)
         return read(form, z, to_rows(gradient, dim), last, self.reads_labels)
 
     def _choose(self, forward: Forward, gradient: Tensor, known_dim: int | None) -> Reading | None:
@@ -175,13 +175,13 @@ class LossReader:
         form = best(readings)
         if self.form is None and not tells:
             if form is None:
-                self._num_certain = 0
+                self._certain = []
                 return None
             if is_rounding(readings[form], z, g):
                 self.unread = Unread.ROUNDING
-            elif is_beyond_doubt(form, z, g):
-                self._num_certain += 1
-                self.is_certain = self._num_certain >= PATIENCE or each_row_fits(form, z, g)
+            else:
+                self._certain.append(is_beyond_doubt(form, z, g))
+                self.is_certain = any(self._certain) and (len(self._certain) >= PATIENCE or each_row_fits(form, z, g))
             if not self.is_certain:
                 self.unread = self.unread or Unread.NOTHING
                 return None
