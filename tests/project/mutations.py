@@ -125,6 +125,7 @@ GUARDS = [
         "first_term_called",
         "term_called",
         "closure_ends",
+        "first_step_begins",
         "step_has_no_penalty",
         "step_ends",
     ),
