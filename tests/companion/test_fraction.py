@@ -36,7 +36,7 @@ from tests.helpers import (
     train,
     wrap,
 )
-from tests.reference import EACH_WAY, NEAR, DrawnRows, HandDCL, assert_same_training, term_of
+from tests.reference import EACH_WAY, NEAR, DrawnRows, HandDCL, assert_same_training, loss_of
 
 SIZES = (16, 16, 16, 7, 16, 5, 4, 3, 2, 16)  # last batches, of which two rows or all are left
 
@@ -115,13 +115,11 @@ def test_micro_batches_have_rows_of_their_own(build, fraction, way):
     optimizer = reference.wrap("dcl", build(), companion=build(3), companion_fraction=fraction)
     hand = HandDCL(build(), companion=build(3), fraction=fraction)
     for trained, by in ((optimizer, way), (hand, "term")):
-        term = term_of(trained, by)
         torch.manual_seed(5)
         for x, y in batches(6):
             trained.zero_grad()
             for factor, rows in ((0.5, slice(0, 8)), (0.2, slice(8, 13)), (0.3, slice(13, 16))):
-                z = trained.model(x[rows])
-                (factor * (F.cross_entropy(z, y[rows]) + term(z, y[rows]))).backward()
+                (factor * loss_of(trained, x[rows], y[rows], by)).backward()
             trained.step()
     assert_same_training(optimizer, hand, **NEAR)
 
@@ -169,18 +167,6 @@ def test_a_run_is_resumed_bit_for_bit():
         train(network, trained_by, data[4:])
     assert_same_networks(other, optimizer)
     assert_same(other.state_dict(), optimizer.state_dict())
-
-
-@pytest.mark.parametrize("build", [batch_norm_net, dropout_net])
-def test_with_a_weight_of_0_the_model_is_the_bases_bit_for_bit(build):
-    model, alone = build(), build()
-    draws = []
-    for network, optimizer in ((model, wrap(model, weight=0.0, companion_fraction=0.25)), (alone, sgd(alone))):
-        torch.manual_seed(3)
-        train(network, optimizer, of_sizes())
-        draws.append(torch.rand(3))
-    assert_same(model, alone)
-    assert_same(*draws)
 
 
 def test_all_rows_are_no_part():

@@ -6,7 +6,7 @@ import pytest
 import torch.nn.functional as F
 
 from tests.helpers import batches, mlp
-from tests.reference import EACH_WAY, wrap
+from tests.reference import EACH_WAY, train, wrap
 
 LOADED = r"weights were loaded into the model since(?s:.*)DCPOptimizer\(optimizer\.base, model\)"
 
@@ -18,11 +18,7 @@ def test_weights_loaded_in_mid_run_are_warned_of_once(way):
     first = copy.deepcopy(model.state_dict())
 
     def fold():
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            z = model(x)
-            (F.cross_entropy(z, y) + (optimizer.penalty(z, y) if way == "term" else 0.0)).backward()
-            optimizer.step()
+        train(optimizer, batches(3), way, F.cross_entropy)
 
     model.load_state_dict(first)  # before training
     fold()

@@ -4,11 +4,10 @@ import copy
 import warnings
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-from tests.helpers import backward, batches, fit, mlp, one, sgd, train
-from tests.reference import EACH, term_of, wrap
+from tests.helpers import assert_same, backward, batches, fit, mlp, one, sgd, train
+from tests.reference import EACH, wrap
+from tests.reference import train as train_by_term
 
 
 @EACH
@@ -61,11 +60,8 @@ def test_a_second_step_without_gradients_and_forward_pass_is_said(variant, train
 @EACH
 def test_two_steps_after_one_backward_pass_are_an_error_also_with_the_term(variant):
     optimizer = wrap(variant, mlp())
-    x, y = one()
-    z = optimizer.model(x)
-    (F.cross_entropy(z, y) + term_of(optimizer)(z, y)).backward()
-    optimizer.step()
+    train_by_term(optimizer, [one()])
     before = copy.deepcopy(optimizer.model.state_dict())
     with pytest.raises(RuntimeError, match=r"step was called twice.*\n  Fix: call step once"):
         optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in optimizer.model.state_dict().items())
+    assert_same(optimizer.model.state_dict(), before)

@@ -19,14 +19,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcl_optim import DCPOptimizer
-from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, fit, mlp, needs_gloo, sgd, train
+from tests.helpers import CLASSES, assert_same, batches, fit, mlp, needs_fsdp2, needs_gloo, sgd, train, whole
 from tests.helpers import wrap as wrap_dcl
 from tests.reference import EACH
 from tests.reference import train as train_by
 
 pytestmark = [
     needs_gloo,
-    pytest.mark.skipif(not SHARDS_ON_CPU, reason="needs a torch whose FSDP2 runs on the CPU"),
+    needs_fsdp2,
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]
 STEPS = 5
@@ -60,10 +60,6 @@ def own(variant, optimizer):
     return optimizer.companion.state_dict() if variant == "dcl" else {"prototypes": optimizer.prototypes}
 
 
-def full(state):
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
-
-
 CASES = list(product(["dcl", "dcp"], ["line", "term"]))
 
 
@@ -87,7 +83,7 @@ def train_sharded(rank, file, variant, way):
         for theirs, ours in zip(model.parameters(), optimizer.companion.parameters(), strict=True):
             assert ours.placements == theirs.placements
             assert ours.to_local().shape == theirs.to_local().shape
-    snapshot = {"model": full(model.state_dict()), "own": full(own(variant, optimizer))}
+    snapshot = {"model": whole(model.state_dict()), "own": whole(own(variant, optimizer))}
     if rank == 0:
         torch.save(snapshot, file)
 
@@ -111,7 +107,7 @@ def pass_over(rank, folder):
         loss = 64.0 * nn.functional.cross_entropy(model(x.chunk(2)[rank]), y.chunk(2)[rank])
         (loss * 0.0 if number % 2 and rank else loss).backward()
         optimizer.step()
-    snapshot = {"model": full(model.state_dict()), "own": full(own("dcl", optimizer))}
+    snapshot = {"model": whole(model.state_dict()), "own": whole(own("dcl", optimizer))}
     if rank == 0:
         torch.save(snapshot, folder / "pass_over.pt")
 
@@ -147,7 +143,7 @@ def accumulate(rank, variant):
                 z = model(x.chunk(2)[rank])
                 (nn.functional.cross_entropy(z, y.chunk(2)[rank]) / 2).backward()
             optimizer.step()
-        results.append(full(model.state_dict()) | full(own(variant, optimizer)))
+        results.append(whole(model.state_dict()) | whole(own(variant, optimizer)))
     assert_same(*results, rtol=1e-7, atol=1e-9)
 
 
@@ -161,18 +157,18 @@ def train_in_bfloat16(rank, folder):
 
     def weights_of(optimizer):
         (group,) = optimizer.companion_optimizer.param_groups
-        return [full({"": weight.detach()})[""] for weight in group["params"]]
+        return [whole({"": weight.detach()})[""] for weight in group["params"]]
 
     data = list(batches(20, dtype=torch.bfloat16))
     model, optimizer = build(sharded)
-    whole, one_process = build(mlp)
+    alone, one_process = build(mlp)
     start = weights_of(optimizer)
     train_rank(rank, model, optimizer, data)
-    train(whole, one_process, data)
+    train(alone, one_process, data)
     for found, expected, before in zip(*map(weights_of, (optimizer, one_process)), start, strict=True):
         assert found.dtype == torch.float32
         assert (found - expected).norm() < 0.1 * (expected - before).norm()
-    for weight, half in zip(weights_of(optimizer), full(optimizer.companion.state_dict()).values(), strict=True):
+    for weight, half in zip(weights_of(optimizer), whole(optimizer.companion.state_dict()).values(), strict=True):
         assert torch.equal(weight.bfloat16(), half)
     for way in (resumed_by_files, resumed_by_full_states):
         again, second = way(rank, folder, lambda: build(sharded), model, optimizer)
@@ -227,8 +223,8 @@ def resume_sharded(rank, folder, variant, way):
     assert second.logs()["step"] == 3
     for pair in ((model, optimizer), (again, second)):
         train_rank(rank, *pair, batches(3, seed=5))
-    assert_same(full(again.state_dict()), full(model.state_dict()))
-    assert_same(full(own(variant, second)), full(own(variant, optimizer)))
+    assert_same(whole(again.state_dict()), whole(model.state_dict()))
+    assert_same(whole(own(variant, second)), whole(own(variant, optimizer)))
 
 
 @EACH
