@@ -29,6 +29,7 @@ from tests.helpers import (
     all_warnings,
     assert_same,
     batches,
+    every,
     fit,
     mlp,
     one,
@@ -362,15 +363,15 @@ FITTED = {
     "ten classes": Training(0, 10, steps=400),
     "ten classes, smoothing": Training(0, 10, smoothing=0.1),
 }
-FITTED |= {
+PLACES = {
     f"{dtype}, {place}, smoothing of {smoothing}": Training(0, 10, dtype, place=place, smoothing=smoothing, steps=200)
     for dtype, place, smoothing in itertools.product((BF16, FP16), ("pure", "outside", "inside"), (0.0, 0.1))
 }
 
 
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", [*FITTED, *every(5, PLACES)])
 def test_labels_and_factor_of_every_batch_are_read_until_the_model_fits(name):
-    counts = run(FITTED[name])
+    counts = run((FITTED | PLACES)[name])
     assert (counts["ended"], counts["unread"], counts["wrong"], counts["off"]) == (0, 0, 0, 0)
     assert counts["batches"] > 20
 

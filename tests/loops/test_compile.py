@@ -202,9 +202,8 @@ def test_loss_and_backward_in_one_compiled_function(variant):
 def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit():
     """It adds up what the term's backward pass returns, which may not be None."""
     with torch._dynamo.config.patch(compiled_autograd=True):
-        dcl, dcp, base = (train_in_one_function(*run, True) for run in (("dcl", 0.0), ("dcp", 0.0), ("dcp", -1.0)))
+        dcl, base = (train_in_one_function("dcl", weight, True) for weight in (0.0, -1.0))
     assert_same(dcl, base)
-    assert_same(dcp, base)
 
 
 @EACH
