@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from tests.helpers import assert_same, mlp, sgd
+from tests.helpers import assert_same, mlp, sgd, whole
 
 Function = Callable[[Tensor, Tensor], Tensor]
 DISTANCES = {name: getattr(distances, name) for name in ("mse", "squared", "l1", "kl", "infonce")}
@@ -456,6 +456,11 @@ def learned(optimizer: Any) -> dict[str, Tensor]:
     if isinstance(optimizer, (DCPOptimizer, HandDCP)):
         return {"prototypes": optimizer.prototypes}
     return dict(optimizer.companion.state_dict())
+
+
+def result(optimizer: Any) -> list[dict[str, Tensor]]:
+    """What an optimizer has trained, with tensors that are sharded over ranks put together."""
+    return [whole(optimizer.model.state_dict()), whole(learned(optimizer))]
 
 
 def apart(variant: str, make: Any = wrap) -> Any:

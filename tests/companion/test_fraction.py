@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from dcl_optim import DCLOptimizer, distances
+from dcl_optim import distances
 from dcl_optim.layout import to_rows
 from dcl_optim.pull import pull_of
 from tests import reference
@@ -124,19 +124,28 @@ def test_micro_batches_have_rows_of_their_own(build, fraction, way):
     assert_same_training(optimizer, hand, **NEAR)
 
 
+def of_16_rows():
+    return nn.Linear(16, 3, bias=False).double()
+
+
+def seen_by_the_companion(optimizer, call, parts):
+    """The rows that a step of equal micro-batches has drawn: row i moves column i of the companion's weight alone."""
+    before = optimizer.companion.weight.detach().clone()
+    optimizer.zero_grad()
+    for _ in range(parts):
+        F.cross_entropy(call(torch.eye(16).double()), torch.arange(16) % 3).backward()
+    optimizer.companion_optimizer.state.clear()  # of its momentum
+    optimizer.step()
+    return (optimizer.companion.weight != before).any(0)
+
+
 def test_the_rows_of_micro_batches_differ_and_in_the_end_all_are_seen():
-    """Row i moves column i of the companion's weight alone, so no row of a sorted loader is left out."""
-    model, companion = nn.Linear(16, 3, bias=False).double(), nn.Linear(16, 3, bias=False).double()
-    optimizer = wrap(model, companion=companion, companion_fraction=0.25)
+    """No row of a sorted loader is left out."""
+    model = of_16_rows()
+    optimizer = wrap(model, companion=of_16_rows(), companion_fraction=0.25)
     seen = torch.zeros(16)
     for step in range(40):
-        before = companion.weight.detach().clone()
-        optimizer.zero_grad()
-        for _ in range(2):
-            F.cross_entropy(model(torch.eye(16).double()), torch.arange(16) % 3).backward()
-        optimizer.companion_optimizer.state.clear()  # of its momentum
-        optimizer.step()
-        moved = (companion.weight != before).any(0)
+        moved = seen_by_the_companion(optimizer, model, parts=2)
         seen += moved
         if step:
             assert 4 < moved.sum() <= 8
@@ -181,20 +190,15 @@ def test_all_rows_are_no_part():
 
 
 def train_rank(rank, folder):
-    model, companion = nn.Linear(16, 3, bias=False).double(), nn.Linear(16, 3, bias=False).double()
-    parallel = DistributedDataParallel(model)
-    optimizer = DCLOptimizer(sgd(model), parallel, weight=1.0, companion=companion, companion_fraction=0.25)
+    parallel = DistributedDataParallel(of_16_rows())
+    optimizer = wrap(parallel, companion=of_16_rows(), companion_fraction=0.25)
     for _ in range(2):
-        before = companion.weight.detach().clone()
-        optimizer.zero_grad()
-        F.cross_entropy(parallel(torch.eye(16).double()), torch.arange(16) % 3).backward()
-        optimizer.companion_optimizer.state.clear()  # of its momentum
-        optimizer.step()
+        moved = seen_by_the_companion(optimizer, parallel, parts=1)
     drawn = set()
     for number in range(2):
         generator = torch.Generator().manual_seed(2 * 2 + number)
         drawn |= set(torch.randperm(16, generator=generator)[:4].tolist())
-    assert set((companion.weight != before).any(0).nonzero().flatten().tolist()) == drawn
+    assert set(moved.nonzero().flatten().tolist()) == drawn
 
 
 @needs_gloo

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from dcl_optim import DCPOptimizer
 from tests.helpers import CLASSES, assert_same, batches, fit, mlp, needs_fsdp2, needs_gloo, sgd, train, whole
 from tests.helpers import wrap as wrap_dcl
-from tests.reference import EACH
+from tests.reference import EACH, learned, result
 from tests.reference import train as train_by
 
 pytestmark = [
@@ -56,8 +56,14 @@ def train_rank(rank, model, optimizer, data, way="line"):
     train_by(optimizer, halves, way, nn.functional.cross_entropy)
 
 
-def own(variant, optimizer):
-    return optimizer.companion.state_dict() if variant == "dcl" else {"prototypes": optimizer.prototypes}
+def save(optimizer, rank, file):
+    found = result(optimizer)
+    if rank == 0:
+        torch.save(found, file)
+
+
+def assert_saved(optimizer, file):
+    assert_same(torch.load(file, weights_only=True), result(optimizer), rtol=1e-7, atol=1e-9)
 
 
 CASES = list(product(["dcl", "dcp"], ["line", "term"]))
@@ -83,19 +89,14 @@ def train_sharded(rank, file, variant, way):
         for theirs, ours in zip(model.parameters(), optimizer.companion.parameters(), strict=True):
             assert ours.placements == theirs.placements
             assert ours.to_local().shape == theirs.to_local().shape
-    snapshot = {"model": whole(model.state_dict()), "own": whole(own(variant, optimizer))}
-    if rank == 0:
-        torch.save(snapshot, file)
+    save(optimizer, rank, file)
 
 
 @pytest.mark.parametrize(("variant", "way"), CASES)
 def test_sharded_training_equals_one_process_on_the_joint_batch(variant, way, ranks):
-    found = torch.load(ranks / f"{variant} {way}.pt", weights_only=True)
-    model = mlp()
-    optimizer = wrap(variant, model)
+    optimizer = wrap(variant, mlp())
     fit(optimizer, batches(STEPS))
-    assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
-    assert_same(found["own"], dict(own(variant, optimizer)), rtol=1e-7, atol=1e-9)
+    assert_saved(optimizer, ranks / f"{variant} {way}.pt")
 
 
 def pass_over(rank, folder):
@@ -107,13 +108,10 @@ def pass_over(rank, folder):
         loss = 64.0 * nn.functional.cross_entropy(model(x.chunk(2)[rank]), y.chunk(2)[rank])
         (loss * 0.0 if number % 2 and rank else loss).backward()
         optimizer.step()
-    snapshot = {"model": whole(model.state_dict()), "own": whole(own("dcl", optimizer))}
-    if rank == 0:
-        torch.save(snapshot, folder / "pass_over.pt")
+    save(optimizer, rank, folder / "pass_over.pt")
 
 
 def test_a_companion_learns_from_the_ranks_that_have_a_gradient(ranks):
-    found = torch.load(ranks / "pass_over.pt", weights_only=True)
     model = mlp()
     optimizer = wrap("dcl", model)
     for number, (x, y) in enumerate(batches(STEPS)):
@@ -123,8 +121,7 @@ def test_a_companion_learns_from_the_ranks_that_have_a_gradient(ranks):
         loss = 64.0 * nn.functional.cross_entropy(model(x), y)
         (loss / 2 if number % 2 else loss).backward()
         optimizer.step()
-    assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
-    assert_same(found["own"], dict(own("dcl", optimizer)), rtol=1e-7, atol=1e-9)
+    assert_saved(optimizer, ranks / "pass_over.pt")
 
 
 # ---- what the ranks compare themselves -------------------------------------------------------------------------------
@@ -143,7 +140,7 @@ def accumulate(rank, variant):
                 z = model(x.chunk(2)[rank])
                 (nn.functional.cross_entropy(z, y.chunk(2)[rank]) / 2).backward()
             optimizer.step()
-        results.append(whole(model.state_dict()) | whole(own(variant, optimizer)))
+        results.append(result(optimizer))
     assert_same(*results, rtol=1e-7, atol=1e-9)
 
 
@@ -223,8 +220,7 @@ def resume_sharded(rank, folder, variant, way):
     assert second.logs()["step"] == 3
     for pair in ((model, optimizer), (again, second)):
         train_rank(rank, *pair, batches(3, seed=5))
-    assert_same(whole(again.state_dict()), whole(model.state_dict()))
-    assert_same(whole(own(variant, second)), whole(own(variant, optimizer)))
+    assert_same(result(second), result(optimizer))
 
 
 @EACH
@@ -232,21 +228,17 @@ def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
     model = mlp()
     optimizer = wrap(variant, model, CLASSES)
     before = copy.deepcopy(model)
-    began = (
-        copy.deepcopy(own(variant, optimizer))
-        if variant == "dcl"
-        else {"prototypes": torch.zeros(CLASSES, CLASSES).double()}
-    )
+    began = copy.deepcopy(learned(optimizer)) if variant == "dcl" else torch.zeros(CLASSES, CLASSES).double()
     state = get_optimizer_state_dict(model, optimizer)  # takes a dry step to create the state
     assert_same(model, before)
-    assert_same(dict(own(variant, optimizer)), dict(began))
+    assert_same(learned(optimizer) if variant == "dcl" else optimizer.prototypes, began)
     assert optimizer.logs()["step"] == 0
     fit(optimizer, batches(3))
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    expected = copy.deepcopy(own(variant, optimizer))
+    expected = copy.deepcopy(learned(optimizer))
     fit(optimizer, batches(2, seed=5))
     set_optimizer_state_dict(model, optimizer, state)
-    assert_same(dict(own(variant, optimizer)), dict(expected))
+    assert_same(learned(optimizer), expected)
     assert optimizer.logs()["step"] == 3
 
     state = optimizer.state_dict()

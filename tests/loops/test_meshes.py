@@ -13,17 +13,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from tests.helpers import assert_same, batches, fit, mlp, needs_fsdp2, needs_gloo, on_ranks, sgd, whole
-from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, learned, term_of, wrap
+from tests.helpers import assert_same, batches, fit, mlp, needs_fsdp2, needs_gloo, on_ranks, sgd
+from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, learned, result, term_of, wrap
 from tests.reference import train as train_by
 
 pytestmark = [needs_gloo, needs_fsdp2]
 STEPS = 5
 WAYS = ("line", "term")
-
-
-def result(optimizer):
-    return [whole(optimizer.model.state_dict()), whole(learned(optimizer))]
 
 
 def alone(variant, seed=0):
