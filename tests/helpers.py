@@ -179,6 +179,12 @@ def wrap(model: nn.Module, base: torch.optim.Optimizer | None = None, **options:
     return DCLOptimizer(base, model, **{"weight": 1.0, "companion_fraction": 1} | options)
 
 
+def nested_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Rows in a nested tensor of two parts, the same rows in a plain one, and labels."""
+    x = torch.randn(8, FEATURES)
+    return torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged), x, torch.arange(8) % CLASSES
+
+
 def one(x_seed: int = 1) -> tuple[Tensor, Tensor]:
     """A single batch."""
     return next(iter(batches(1, seed=x_seed)))
