@@ -376,11 +376,12 @@ def test_a_first_prediction_that_is_not_the_models_is_warned_of_once():
     assert len(caught) == 1
 
 
-def test_a_copy_that_was_made_before_the_models_weights_is_warned_of():
-    """Also where layers are frozen, whose weights it has as soon as the model."""
+@pytest.mark.parametrize("fraction", [1, 0.5])
+def test_a_copy_that_was_made_before_the_models_weights_is_warned_of(fraction):
+    """Also where layers are frozen, whose weights it has as soon as the model, and where it gets some of the rows."""
     model = mlp()
     model[0].requires_grad_(False)
-    optimizer = wrap(model)
+    optimizer = wrap(model, companion_fraction=fraction)
     assert optimizer.companion is not None
     load_weights(model, optimizer)
     with pytest.warns(UserWarning, match=NOT_EQUAL):
