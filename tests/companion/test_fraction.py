@@ -375,6 +375,10 @@ def masked():
     return Calls(compute, net=nn.Linear(1, CLASSES))
 
 
+def of_nested():
+    return Calls(lambda model, x: model.net(x.to_padded_tensor(0.0).mean(1)), net=nn.Linear(FEATURES, CLASSES))
+
+
 def batch_statistics():
     norm = nn.BatchNorm1d(FEATURES, track_running_stats=False)
     return Calls(lambda model, x: model.head(model.norm(x)), norm=norm, head=nn.Linear(FEATURES, CLASSES))
@@ -402,10 +406,15 @@ NOT_CUT = {
     "mask of ones": (masked, lambda: [{"x": torch.randn(N, N), "mask": torch.ones(N)}]),
     "batch statistics": (batch_statistics, lambda: [torch.randn(N, FEATURES)]),
     "packed": (packed, lambda: [pack_padded_sequence(torch.randn(4, N, FEATURES), torch.tensor([4, 3, 3, 2, 2, 1]))]),
+    "nested": (
+        of_nested,
+        lambda: [torch.nested.nested_tensor([torch.randn(2 + row % 2, FEATURES) for row in range(N)])],
+    ),
     "no evaluation": (trains_only, lambda: [torch.randn(N, FEATURES)]),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", NOT_CUT)
 def test_what_cannot_be_cut_runs_whole_with_one_warning_that_says_what_it_costs(name):
     """Bit for bit as with a fraction of 1."""
