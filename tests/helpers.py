@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -34,11 +35,14 @@ import dcl_optim
 import dcl_optim.algorithm
 from dcl_optim import DCLOptimizer
 from dcl_optim.progress import Forward
+from dcl_optim.pytorch import synchronization
 
 CLASSES, FEATURES = 5, 6
 PATIENCE = 300.0  # seconds after which what has not come never will: no machine is that slow
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-SHARDS_ON_CPU = hasattr(torch.cpu.Stream(), "record_event")  # FSDP2 asks for it, torch 2.6 has it on accelerators only
+needs_fsdp2 = pytest.mark.skipif(  # which asks for it, and torch 2.6 has it on accelerators only
+    not hasattr(torch.cpu.Stream(), "record_event"), reason="needs a torch whose FSDP2 runs on the CPU"
+)
 
 
 def mlp(seed: int = 0, width: int = 12, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -175,6 +179,12 @@ def wrap(model: nn.Module, base: torch.optim.Optimizer | None = None, **options:
     return DCLOptimizer(base, model, **{"weight": 1.0, "companion_fraction": 1} | options)
 
 
+def nested_batch() -> tuple[Tensor, Tensor, Tensor]:
+    """Rows in a nested tensor of two parts, the same rows in a plain one, and labels."""
+    x = torch.randn(8, FEATURES)
+    return torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged), x, torch.arange(8) % CLASSES
+
+
 def one(x_seed: int = 1) -> tuple[Tensor, Tensor]:
     """A single batch."""
     return next(iter(batches(1, seed=x_seed)))
@@ -233,6 +243,11 @@ def assert_same_networks(first: DCLOptimizer, second: DCLOptimizer) -> None:
     assert_same(first.companion_optimizer.state_dict(), second.companion_optimizer.state_dict())
 
 
+def whole(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state in which tensors that are sharded over ranks are put together."""
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in state.items()}
+
+
 def through_pickle(saved: Any) -> Any:
     return pickle.loads(pickle.dumps(saved))
 
@@ -249,6 +264,11 @@ def resume(again: Any, optimizer: Any) -> None:
     """Load the model and the state of an optimizer into another one and its model."""
     again.model.load_state_dict(optimizer.model.state_dict())
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def read_values_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In steps 1, 2, 4, 8, ... and 100, 200, ... alone."""
+    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
 
 
 def _do_nothing(*arguments: Any) -> None:

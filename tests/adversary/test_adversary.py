@@ -10,6 +10,7 @@ import pytest
 from tests.adversary import fitting
 from tests.adversary.loops import check
 from tests.adversary.losses import Case, count, read
+from tests.reference import GOES_ON_BY_THE_TERM
 
 SEEDS = (29, 30, 31, 32, 37, 41)
 CASES, LOOPS = 6, 75  # of each seed: of each kind of loss, of loops
@@ -44,7 +45,7 @@ def test_trainings_until_the_model_fits(seed):
     assert total["unread"] + total["off"] <= 0.03 * total["batches"]
 
 
-@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
+@GOES_ON_BY_THE_TERM
 @each_seed
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_loops(seed, interrupted):

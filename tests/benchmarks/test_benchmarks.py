@@ -1,9 +1,7 @@
 """The benchmark's command: what it measures, what it writes down, what it refuses; and its memory and its tables."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,18 +9,10 @@ import torch
 from benchmarks import measure, table
 from benchmarks.methods import METHODS
 from benchmarks.workloads import Setting
-from tests.devices.on_device import needs_device
+from tests.devices.on_device import needs_device, python
 
-ROOT = Path(__file__).parents[2]
 MIB = 2**20
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems cannot forget a peak")
-
-
-def python(*words):
-    line = [sys.executable, "-W", "error", *words]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_pytest_benchmark_times_a_step_of_each_method():

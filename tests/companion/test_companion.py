@@ -22,7 +22,7 @@ from tests.helpers import (
     sgd,
     wrap,
 )
-from tests.reference import NEAR, train_by_hand
+from tests.reference import NEAR
 
 DATA = list(batches(5))
 
@@ -58,20 +58,6 @@ def test_forward_passes_of_one_backward_pass_share_one_of_the_companion():
     (F.cross_entropy(model(x), y) + F.cross_entropy(model(2 * x), y)).backward()
     assert len(gradients) == 1
     optimizer.step()
-
-
-def test_another_architecture_equals_the_loop_written_out():
-    def small():
-        torch.manual_seed(8)
-        return nn.Sequential(nn.Linear(FEATURES, CLASSES)).double()
-
-    model, companion = mlp(), small()
-    optimizer = wrap(model, companion=small(), companion_lr_scale=0.5)
-    fit(optimizer, batches(20))
-    hand = train_by_hand(
-        mlp(), lambda network: sgd(network, lr=0.05 if network is companion else 0.1), batches(20), companion
-    )
-    assert_same((model, optimizer.companion), hand, **NEAR)
 
 
 # ---- random draws ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from dcl_optim import DCLOptimizer, distances
+from dcl_optim import distances
 from dcl_optim.layout import to_rows
 from dcl_optim.pull import pull_of
 from tests import reference
@@ -36,7 +36,7 @@ from tests.helpers import (
     train,
     wrap,
 )
-from tests.reference import EACH_WAY, NEAR, DrawnRows, HandDCL, assert_same_training, term_of
+from tests.reference import EACH_WAY, NEAR, DrawnRows, HandDCL, assert_same_training, loss_of
 
 SIZES = (16, 16, 16, 7, 16, 5, 4, 3, 2, 16)  # last batches, of which two rows or all are left
 
@@ -115,30 +115,37 @@ def test_micro_batches_have_rows_of_their_own(build, fraction, way):
     optimizer = reference.wrap("dcl", build(), companion=build(3), companion_fraction=fraction)
     hand = HandDCL(build(), companion=build(3), fraction=fraction)
     for trained, by in ((optimizer, way), (hand, "term")):
-        term = term_of(trained, by)
         torch.manual_seed(5)
         for x, y in batches(6):
             trained.zero_grad()
             for factor, rows in ((0.5, slice(0, 8)), (0.2, slice(8, 13)), (0.3, slice(13, 16))):
-                z = trained.model(x[rows])
-                (factor * (F.cross_entropy(z, y[rows]) + term(z, y[rows]))).backward()
+                (factor * loss_of(trained, x[rows], y[rows], by)).backward()
             trained.step()
     assert_same_training(optimizer, hand, **NEAR)
 
 
+def of_16_rows():
+    return nn.Linear(16, 3, bias=False).double()
+
+
+def seen_by_the_companion(optimizer, call, parts):
+    """The rows that a step of equal micro-batches has drawn: row i moves column i of the companion's weight alone."""
+    before = optimizer.companion.weight.detach().clone()
+    optimizer.zero_grad()
+    for _ in range(parts):
+        F.cross_entropy(call(torch.eye(16).double()), torch.arange(16) % 3).backward()
+    optimizer.companion_optimizer.state.clear()  # of its momentum
+    optimizer.step()
+    return (optimizer.companion.weight != before).any(0)
+
+
 def test_the_rows_of_micro_batches_differ_and_in_the_end_all_are_seen():
-    """Row i moves column i of the companion's weight alone, so no row of a sorted loader is left out."""
-    model, companion = nn.Linear(16, 3, bias=False).double(), nn.Linear(16, 3, bias=False).double()
-    optimizer = wrap(model, companion=companion, companion_fraction=0.25)
+    """No row of a sorted loader is left out."""
+    model = of_16_rows()
+    optimizer = wrap(model, companion=of_16_rows(), companion_fraction=0.25)
     seen = torch.zeros(16)
     for step in range(40):
-        before = companion.weight.detach().clone()
-        optimizer.zero_grad()
-        for _ in range(2):
-            F.cross_entropy(model(torch.eye(16).double()), torch.arange(16) % 3).backward()
-        optimizer.companion_optimizer.state.clear()  # of its momentum
-        optimizer.step()
-        moved = (companion.weight != before).any(0)
+        moved = seen_by_the_companion(optimizer, model, parts=2)
         seen += moved
         if step:
             assert 4 < moved.sum() <= 8
@@ -171,18 +178,6 @@ def test_a_run_is_resumed_bit_for_bit():
     assert_same(other.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("build", [batch_norm_net, dropout_net])
-def test_with_a_weight_of_0_the_model_is_the_bases_bit_for_bit(build):
-    model, alone = build(), build()
-    draws = []
-    for network, optimizer in ((model, wrap(model, weight=0.0, companion_fraction=0.25)), (alone, sgd(alone))):
-        torch.manual_seed(3)
-        train(network, optimizer, of_sizes())
-        draws.append(torch.rand(3))
-    assert_same(model, alone)
-    assert_same(*draws)
-
-
 def test_all_rows_are_no_part():
     """0.999 of 16 rows: masks of dropout are the model's, and nothing is tried."""
     found = []
@@ -195,20 +190,15 @@ def test_all_rows_are_no_part():
 
 
 def train_rank(rank, folder):
-    model, companion = nn.Linear(16, 3, bias=False).double(), nn.Linear(16, 3, bias=False).double()
-    parallel = DistributedDataParallel(model)
-    optimizer = DCLOptimizer(sgd(model), parallel, weight=1.0, companion=companion, companion_fraction=0.25)
+    parallel = DistributedDataParallel(of_16_rows())
+    optimizer = wrap(parallel, companion=of_16_rows(), companion_fraction=0.25)
     for _ in range(2):
-        before = companion.weight.detach().clone()
-        optimizer.zero_grad()
-        F.cross_entropy(parallel(torch.eye(16).double()), torch.arange(16) % 3).backward()
-        optimizer.companion_optimizer.state.clear()  # of its momentum
-        optimizer.step()
+        moved = seen_by_the_companion(optimizer, parallel, parts=1)
     drawn = set()
     for number in range(2):
         generator = torch.Generator().manual_seed(2 * 2 + number)
         drawn |= set(torch.randperm(16, generator=generator)[:4].tolist())
-    assert set((companion.weight != before).any(0).nonzero().flatten().tolist()) == drawn
+    assert set(moved.nonzero().flatten().tolist()) == drawn
 
 
 @needs_gloo
@@ -385,6 +375,10 @@ def masked():
     return Calls(compute, net=nn.Linear(1, CLASSES))
 
 
+def of_nested():
+    return Calls(lambda model, x: model.net(x.to_padded_tensor(0.0).mean(1)), net=nn.Linear(FEATURES, CLASSES))
+
+
 def batch_statistics():
     norm = nn.BatchNorm1d(FEATURES, track_running_stats=False)
     return Calls(lambda model, x: model.head(model.norm(x)), norm=norm, head=nn.Linear(FEATURES, CLASSES))
@@ -412,10 +406,15 @@ NOT_CUT = {
     "mask of ones": (masked, lambda: [{"x": torch.randn(N, N), "mask": torch.ones(N)}]),
     "batch statistics": (batch_statistics, lambda: [torch.randn(N, FEATURES)]),
     "packed": (packed, lambda: [pack_padded_sequence(torch.randn(4, N, FEATURES), torch.tensor([4, 3, 3, 2, 2, 1]))]),
+    "nested": (
+        of_nested,
+        lambda: [torch.nested.nested_tensor([torch.randn(2 + row % 2, FEATURES) for row in range(N)])],
+    ),
     "no evaluation": (trains_only, lambda: [torch.randn(N, FEATURES)]),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", NOT_CUT)
 def test_what_cannot_be_cut_runs_whole_with_one_warning_that_says_what_it_costs(name):
     """Bit for bit as with a fraction of 1."""

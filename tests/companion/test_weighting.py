@@ -1,6 +1,7 @@
 """What each forward pass counts for in the companion's step, also where factors are 0 or negative; 16 bits."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers import assert_same, batches, mlp, sgd, wrap
-from tests.reference import NEAR, loss_by_the_line
+from tests.reference import NEAR, loss_of
+
+by_the_line = partial(loss_of, way="line")
 
 
 def another_loss_with_the_term(optimizer, x, y):
@@ -20,8 +23,8 @@ def another_loss_with_the_term(optimizer, x, y):
 @pytest.mark.parametrize(
     ("loss", "factors"),
     [
-        (loss_by_the_line, (3.0, 1.0)),
-        (loss_by_the_line, (0.0, 1.0)),
+        (by_the_line, (3.0, 1.0)),
+        (by_the_line, (0.0, 1.0)),
         (another_loss_with_the_term, (2.0, -1.0)),
         (another_loss_with_the_term, (1.0, 0.0)),
         (another_loss_with_the_term, (0.0, 0.0)),
@@ -62,7 +65,7 @@ def test_a_batch_whose_loss_counts_for_nothing_teaches_nothing():
     optimizer.companion_optimizer.register_step_pre_hook(lambda *_: theirs.append(None))
     for factor, batch in zip((1.0, 1.0, 1.0, 0.0), batches(4), strict=True):
         optimizer.zero_grad()
-        (factor * loss_by_the_line(optimizer, *batch)).backward()
+        (factor * by_the_line(optimizer, *batch)).backward()
         optimizer.step()
     assert len(theirs) == 2  # the second and the third; a copy's first gradient is zero
 

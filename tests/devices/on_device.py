@@ -13,9 +13,14 @@ ROOT = Path(__file__).parents[2]
 needs_device = pytest.mark.skipif(not fake_device.available(), reason="this torch has no devices in Python")
 
 
+def python(*words):
+    """What Python prints in a process of its own."""
+    line = [sys.executable, "-W", "error", *words]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{words} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
 def answers(module):
     """Run a test module as a script and read the JSON that it prints last."""
-    line = [sys.executable, "-W", "error", "-m", module]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{module} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(python("-m", module).splitlines()[-1])

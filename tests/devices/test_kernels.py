@@ -20,7 +20,7 @@ from dcl_optim import DCPOptimizer
 from tests.devices.on_device import answers, needs_device
 
 pytestmark = needs_device
-SYNC_STEP, COUNTED = 8, 3  # the step that may read values, after which steps are counted
+SYNC_STEP, COUNTED = 4, 3  # the step that may read values, after which steps are counted
 METHODS = (
     "plain",
     "DCL, line",

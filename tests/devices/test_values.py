@@ -1,4 +1,4 @@
-"""Both optimizers compute on an accelerator what they compute on the CPU: weights and prototypes after 12 steps.
+"""Both optimizers compute on an accelerator what they compute on the CPU: weights and prototypes after some steps.
 
 ``python -m tests.devices.test_values`` trains all cases and prints how far they are apart.
 """
@@ -21,7 +21,7 @@ from dcl_optim import DCLOptimizer, DCPOptimizer
 from tests.devices.on_device import answers, needs_device
 
 pytestmark = needs_device
-STEPS, ROWS, FEATURES = 12, 64, 32
+STEPS, ROWS, FEATURES = 8, 64, 32
 WRAPPERS = {"DCL": partial(DCLOptimizer, companion_fraction=1), "DCP": DCPOptimizer}
 # How far weights and prototypes may be apart, relative to the largest; foreach rounds otherwise than the CPU's loop.
 TOLERANCES = {torch.float32: (3e-5, 1e-4), torch.bfloat16: (3e-2, 5e-2)}
@@ -119,15 +119,15 @@ def apart(a, b):
 
 
 def forecasts_after(bad, method, mixed, device):
-    """The companion or the prototypes after 12 steps by the term, the 11th with a batch that is bad.
+    """The companion or the prototypes after 8 steps by the term, the 7th with a batch that is bad.
 
     Or left out, which for prototypes is one without labels: they age.
     """
     case = Case(mixed=mixed)
     model = network(case).to(device)
     optimizer = WRAPPERS[method](torch.optim.SGD(model.parameters(), lr=0.05), model, weight=0.5)
-    for step, (x, y) in enumerate(batches(case) * 3, 1):
-        is_bad = step == 11  # in which no value may be read
+    for step, (x, y) in enumerate(batches(case) * 2, 1):
+        is_bad = step == 7  # in which no value may be read
         if is_bad and bad == "left out":
             if method == "DCL":
                 continue

@@ -11,6 +11,7 @@ from torch import nn
 from dcl_optim import DCPOptimizer
 from dcl_optim.pytorch import synchronization
 from tests.helpers import fit, sgd
+from tests.reference import GOES_ON_BY_THE_TERM
 
 CLASSES, FEATURES = 12, 5
 
@@ -104,7 +105,7 @@ def test_where_values_are_rarely_read_they_are_refused_in_the_next_step_that_rea
         "a resumed run",
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
+@GOES_ON_BY_THE_TERM
 @pytest.mark.parametrize("by_term", [False, True])
 def test_other_first_batches_are_not_and_no_later_one_is(first, options, by_term):
     """What came before a resumed run is not known: a single batch would decide."""

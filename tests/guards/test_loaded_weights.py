@@ -6,7 +6,7 @@ import pytest
 import torch.nn.functional as F
 
 from tests.helpers import batches, mlp
-from tests.reference import EACH_WAY, term_of, wrap
+from tests.reference import EACH_WAY, train, wrap
 
 LOADED = r"weights were loaded into the model since(?s:.*)"
 FIX = {"dcp": r"DCPOptimizer\(optimizer\.base, model\)", "dcl": r"optimizer\.reset_companion\(\)"}
@@ -20,12 +20,7 @@ def test_weights_loaded_in_mid_run_are_warned_of_once(variant, way):
     first = copy.deepcopy(model.state_dict())
 
     def fold():
-        term = term_of(optimizer, way)
-        for x, y in batches(3):
-            optimizer.zero_grad()
-            z = model(x)
-            (F.cross_entropy(z, y) + term(z, y)).backward()
-            optimizer.step()
+        train(optimizer, batches(3), way, F.cross_entropy)
 
     def load_and_fix():
         model.load_state_dict(first)

@@ -5,11 +5,11 @@ import warnings
 from contextlib import nullcontext
 
 import pytest
-import torch
 import torch.nn.functional as F
 
-from tests.helpers import backward, batches, fit, mlp, one, sgd, train
-from tests.reference import EACH, EACH_WAY, term_of, wrap
+from tests.helpers import assert_same, backward, batches, fit, mlp, one, sgd, train
+from tests.reference import EACH, EACH_WAY, loss_of, wrap
+from tests.reference import train as train_by_term
 
 
 @EACH
@@ -74,10 +74,8 @@ def test_the_term_on_another_network_than_the_optimizers_is_said_at_the_first_st
 @EACH
 def test_gradients_that_are_cleared_before_the_step_are_said_at_the_first_one(variant, way):
     optimizer = wrap(variant, mlp())
-    (x, y), term = one(), term_of(optimizer)
     for number in range(2):
-        z = optimizer.model(x)
-        (F.cross_entropy(z, y) + (term(z, y) if way == "term" else 0)).backward()
+        loss_of(optimizer, *one(), way).backward()
         optimizer.zero_grad()
         with pytest.warns(UserWarning, match=r"\n  Fix: .* Call zero_grad before") if not number else nullcontext():
             optimizer.step()
@@ -86,11 +84,8 @@ def test_gradients_that_are_cleared_before_the_step_are_said_at_the_first_one(va
 @EACH
 def test_two_steps_after_one_backward_pass_are_an_error_also_with_the_term(variant):
     optimizer = wrap(variant, mlp())
-    x, y = one()
-    z = optimizer.model(x)
-    (F.cross_entropy(z, y) + term_of(optimizer)(z, y)).backward()
-    optimizer.step()
+    train_by_term(optimizer, [one()])
     before = copy.deepcopy(optimizer.model.state_dict())
     with pytest.raises(RuntimeError, match=r"step was called twice.*\n  Fix: call step once"):
         optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in optimizer.model.state_dict().items())
+    assert_same(optimizer.model.state_dict(), before)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.helpers import CLASSES, FEATURES, Returning, assert_same, mlp, one
+from tests.helpers import Returning, assert_same, mlp, nested_batch, one
 from tests.reference import EACH, wrap
 
 
@@ -55,9 +55,7 @@ def test_by_the_line_a_model_that_hides_its_logits_is_an_error_at_the_step_that_
 @EACH
 def test_nested_logits_are_refused_with_what_to_return_instead(variant):
     model = mlp(dtype=torch.float32)
-    optimizer, x = wrap(variant, model), torch.randn(8, FEATURES)
-    y = torch.arange(8) % CLASSES
-    nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+    optimizer, (nested, _, y) = wrap(variant, model), nested_batch()
 
     def step():
         F.cross_entropy(model(nested).values(), y).backward()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import assert_same, batches, mlp, one
-from tests.reference import EACH, assert_same_training, term_of, train, wrap
+from tests.reference import EACH, assert_same_training, loss_of, term_of, train, wrap
 
 # ---- a term that is not in the loss ----------------------------------------------------------------------------------
 
@@ -25,9 +25,8 @@ def test_a_first_term_after_batches_of_the_line_is_said_once(variant, before):
         optimizer.step()
     elif before == "a gradient that is cleared":
         optimizer.zero_grad()
-    z = optimizer.model(x)
     with nullcontext() if "cleared" in before else pytest.warns(UserWarning, match="weight=lambda step"):
-        loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+        loss = loss_of(optimizer, x, y)
     loss.backward()
     optimizer.step()
     train(optimizer, others, "term", F.cross_entropy)
@@ -169,9 +168,7 @@ def test_a_term_is_not_used_after_the_step_or_a_loaded_state(variant, after):
 def test_a_term_is_not_differentiated_twice(variant):
     """It would lose its second derivative without a word."""
     (x, y), optimizer = one(), wrap(variant, mlp())
-    x.requires_grad_()
-    z = optimizer.model(x)
-    loss = F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+    loss = loss_of(optimizer, x.requires_grad_(), y)
     with pytest.raises(RuntimeError, match="differentiable once"):
         torch.autograd.grad(loss, x, create_graph=True)
 

@@ -33,6 +33,10 @@ def loader(dtype=torch.float64, seed=1):
     return DataLoader(list(batches(BATCHES, seed=seed, dtype=dtype)), batch_size=None, generator=torch.Generator())
 
 
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4 * BATCHES + 1)
+
+
 class Classifier(pl.LightningModule):
     """Nothing but ``configure_optimizers`` knows of dcl_optim."""
 

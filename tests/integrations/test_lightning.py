@@ -6,7 +6,6 @@ import torch
 from tests.helpers import assert_same, linear_growth, running_average
 from tests.integrations import EACH_METHOD, differ
 from tests.integrations.lightning_modules import (
-    BATCHES,
     QUIET,
     CallsItself,
     Classifier,
@@ -14,16 +13,13 @@ from tests.integrations.lightning_modules import (
     fit,
     loader,
     network,
+    one_cycle,
 )
 
 pytestmark = QUIET
 
 
 # ---- the loop -------------------------------------------------------------------------------------------------------
-
-
-def one_cycle(optimizer):
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2 * BATCHES + 1)
 
 
 # What Trainer, the module and the loop by hand are told.

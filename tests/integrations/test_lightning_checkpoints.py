@@ -22,6 +22,7 @@ from tests.integrations.lightning_modules import (
     fit,
     loader,
     network,
+    one_cycle,
     quiet_trainer,
 )
 from tests.reference import NEAR
@@ -32,10 +33,6 @@ pytestmark = QUIET
 def still(seed=0):
     """Without dropout: Lightning's checkpoints do not hold the random state."""
     return network(seed=seed, dropout=0.0)
-
-
-def one_cycle(optimizer):
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=4 * BATCHES + 1)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------

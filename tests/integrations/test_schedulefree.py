@@ -8,7 +8,7 @@ import schedulefree
 import torch
 import torch.nn.functional as F
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import (
     CLASSES,
@@ -21,6 +21,7 @@ from tests.helpers import (
     sgd,
     through_a_file,
 )
+from tests.helpers import wrap as wrap_dcl
 from tests.reference import assert_same_training, by_hand, dcl_step, dcp_step, train_by_closures, wrap
 
 WEIGHT = 0.4
@@ -52,7 +53,7 @@ def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name
     hand, model = network(), network()
     companion = copy.deepcopy(hand)
     base, second = make(name, hand.parameters()), make(name, companion.parameters())
-    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT, companion_fraction=1)
+    optimizer = wrap_dcl(model, make(name, model.parameters()), weight=WEIGHT)
     for part, lr in ((list(batches(18))[:9], None), (list(batches(18))[9:], 0.05)):
         for each in (base, second, optimizer):
             each.param_groups[0]["lr"] = each.param_groups[0]["lr"] if lr is None else lr
@@ -70,7 +71,7 @@ def test_the_trajectory_is_that_of_two_schedule_free_optimizers_written_out(name
 @PER_NAME
 def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_bit_for_bit(name):
     model, resumed, data = mlp(), mlp(seed=5), list(batches(8))
-    optimizer = DCLOptimizer(make(name, model.parameters()), model, weight=WEIGHT, companion_fraction=1)
+    optimizer = wrap_dcl(model, make(name, model.parameters()), weight=WEIGHT)
     optimizer.train()
     fit(optimizer, data[:4])
     optimizer.eval()
@@ -78,7 +79,7 @@ def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_b
     optimizer.train()
     fit(optimizer, data[4:])
 
-    second = DCLOptimizer(make(name, resumed.parameters()), resumed, weight=WEIGHT, companion_fraction=1)
+    second = wrap_dcl(resumed, make(name, resumed.parameters()), weight=WEIGHT)
     resumed.load_state_dict(state["model"])
     second.load_state_dict(state["optimizer"])
     second.train()
@@ -107,7 +108,7 @@ def test_schedulefrees_wrapper_is_no_optimizer_and_is_refused(wrapper):
     model = mlp()
     base = wrapper(sgd(model))
     with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer instance, got ScheduleFreeWrapper"):
-        DCLOptimizer(base, model, weight=1.0, companion_fraction=1)
+        wrap_dcl(model, base)
 
 
 CLOSURES = {
@@ -122,7 +123,7 @@ def test_a_variant_that_steps_with_a_closure_only_regularizes_the_gradient_at_y_
     kind, lr = CLOSURES[name]
     hand, model = mlp(), mlp()
     with pytest.raises(ValueError, match=r"steps with a closure only.*pass\s+companion_optimizer="):
-        DCLOptimizer(kind(model.parameters()), model, weight=1.0, companion_fraction=1)
+        wrap_dcl(model, kind(model.parameters()))
     second = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizer = wrap("dcl", model, kind(model.parameters(), lr=lr), companion_optimizer=second)
     written_out = by_hand("dcl", hand, kind(hand.parameters(), lr=lr))

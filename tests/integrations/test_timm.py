@@ -16,9 +16,10 @@ import timm.utils
 import torch
 import torch.nn.functional as F
 
-from dcl_optim import DCLOptimizer, DCPOptimizer
+from dcl_optim import DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import assert_same, assert_same_networks, cells, every, fit
+from tests.helpers import wrap as wrap_dcl
 from tests.integrations.timm_models import CLASSES, MODELS, VIT, adamw, create, images
 from tests.reference import CLOSE, EACH, assert_same_training, by_hand, dcl_step, end, term_of, train_by_hand, wrap
 
@@ -31,7 +32,7 @@ WEIGHT = 0.3
 @pytest.mark.parametrize("name", cells(MODELS, VIT, "mobilenetv3_small_050"))  # layer norm, and batch norm
 def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name):
     theirs, model = create(name), create(name)
-    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT, companion_fraction=1)
+    optimizer = wrap_dcl(model, adamw(model), weight=WEIGHT)
     torch.manual_seed(5)
     hand = train_by_hand(theirs, adamw, images(3), weight=WEIGHT)
     torch.manual_seed(5)
@@ -52,7 +53,7 @@ def test_timms_scheduler_drives_both_networks_through_layer_decay():
     by_hand, model = create(drop_path_rate=0.0, patch_drop_rate=0.0), create(drop_path_rate=0.0, patch_drop_rate=0.0)
     companion = copy.deepcopy(by_hand)
     base, second = adamw(by_hand), adamw(companion)
-    optimizer = DCLOptimizer(adamw(model), model, weight=WEIGHT, companion_fraction=1)
+    optimizer = wrap_dcl(model, adamw(model), weight=WEIGHT)
     first, other, ours = (cosine(each) for each in (base, second, optimizer))
     for update, (x, y) in enumerate(images(6), start=1):
         dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)

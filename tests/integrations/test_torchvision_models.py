@@ -10,21 +10,10 @@ from torchvision.models import segmentation
 
 from dcl_optim.distances import mse
 from dcl_optim.layout import to_rows
-from tests.helpers import assert_same, fit, wrap
-from tests.reference import NEAR, train_by_hand
+from tests.helpers import assert_same, wrap
+from tests.reference import NEAR
 
 CLASSES, WEIGHT, IGNORED = 4, 0.7, 255
-PLAIN = {
-    "mobilenet_v3_small": (lambda: torchvision.models.mobilenet_v3_small(num_classes=CLASSES), (3, 32, 32)),
-    "vit": (
-        lambda: torchvision.models.VisionTransformer(32, 8, 2, 2, 16, 32, dropout=0.1, num_classes=CLASSES),
-        (3, 32, 32),
-    ),
-    "swin": (
-        lambda: torchvision.models.SwinTransformer([4, 4], 8, [1, 1], [2, 2], [4, 4], num_classes=CLASSES),
-        (3, 32, 32),
-    ),
-}
 
 
 def build(make):
@@ -44,21 +33,6 @@ def batches(steps, shape, size=4, dense=False):
 
 def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-
-
-@pytest.mark.parametrize("name", PLAIN)  # batch norm, dropout, random depth
-def test_a_classifier_trains_as_the_algorithm_written_out(name):
-    make, shape = PLAIN[name]
-    theirs, model = build(make), build(make)
-    optimizer = wrap(model, sgd(model.parameters()), weight=WEIGHT)
-    torch.manual_seed(5)
-    hand = train_by_hand(theirs, lambda network: sgd(network.parameters()), batches(2, shape), weight=WEIGHT)
-    torch.manual_seed(5)
-    fit(optimizer, batches(2, shape))
-    assert_same(hand, (model, optimizer.companion), atol=1e-9)
-
-
-# ---- auxiliary outputs -----------------------------------------------------------------------------------------------
 
 
 def deeplab():

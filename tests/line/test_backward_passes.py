@@ -20,7 +20,7 @@ from tests.helpers import (
     mlp,
     one,
 )
-from tests.reference import CLOSE, EACH, NEAR, WEIGHT, assert_same_training, term_of, wrap
+from tests.reference import CLOSE, EACH, NEAR, WEIGHT, assert_same_training, loss_of, term_of, wrap
 
 
 def model_and_other_companion():
@@ -252,8 +252,7 @@ def test_an_attack_sees_the_scripts_loss_and_is_not_learned_from(variant, way, w
                 return attacked(model if on_model else copy.deepcopy(model), x, y, how)  # noqa: B023
 
             def learn(x, y=y):
-                z = model(x)  # noqa: B023
-                (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)).backward()  # noqa: B023
+                loss_of(optimizer, x, y, way).backward()  # noqa: B023
 
             optimizer.zero_grad()
             if when == "before":
@@ -320,20 +319,20 @@ class Converting(nn.Module):
         return found if labels is None else found | {"loss": F.cross_entropy(logits, labels)}
 
 
-def loss_of_converted(optimizer, model, x, y):
+def by_converted(optimizer, model, x, y):
     return F.cross_entropy(model(x)["logits"], y)
 
 
-def loss_of_the_model(optimizer, model, x, y):
+def by_the_model(optimizer, model, x, y):
     return model(x, labels=y)["loss"]
 
 
-def loss_with_term(optimizer, model, x, y):
+def with_the_term(optimizer, model, x, y):
     output = model(x, labels=y)
     return output["loss"] + term_of(optimizer)(output["logits"], y)
 
 
-@pytest.mark.parametrize("loss_of", [loss_of_converted, loss_of_the_model, loss_with_term])
+@pytest.mark.parametrize("loss", [by_converted, by_the_model, with_the_term])
 @pytest.mark.parametrize(
     ("inside", "outside", "tolerance"),
     [(torch.float32, torch.float64, 1e-5), (torch.bfloat16, torch.float32, 3e-2)],
@@ -341,7 +340,7 @@ def loss_with_term(optimizer, model, x, y):
 )
 @EACH
 def test_a_gradient_query_and_the_backward_after_it_each_have_the_penalty_once(
-    variant, inside, outside, tolerance, loss_of
+    variant, inside, outside, tolerance, loss
 ):
     model = Converting(inside, outside)
     parameters, (first, second) = [*model.parameters()], batches(2, dtype=inside)
@@ -350,7 +349,7 @@ def test_a_gradient_query_and_the_backward_after_it_each_have_the_penalty_once(
         optimizer = wrap("dcl", model, companion=companion)
     else:
         optimizer = wrap("dcp", model)
-        loss_of(optimizer, model, *first).backward()  # the prototypes are this batch's class means then
+        loss(optimizer, model, *first).backward()  # the prototypes are this batch's class means then
         optimizer.step()
         optimizer.zero_grad()
     x, y = second
@@ -360,9 +359,9 @@ def test_a_gradient_query_and_the_backward_after_it_each_have_the_penalty_once(
     z = alone(x)
     (F.cross_entropy(z, y) + WEIGHT * F.mse_loss(z.to(outside), c)).backward()
 
-    loss = loss_of(optimizer, model, x, y)
-    asked = torch.autograd.grad(loss, parameters, retain_graph=True)
-    loss.backward()
+    value = loss(optimizer, model, x, y)
+    asked = torch.autograd.grad(value, parameters, retain_graph=True)
+    value.backward()
     for expected, query, parameter in zip(alone.parameters(), asked, parameters, strict=True):
         scale = float(expected.grad.abs().max())
         torch.testing.assert_close(query, expected.grad, rtol=0.0, atol=tolerance * scale)

@@ -13,7 +13,7 @@ from dcl_optim.penalty.distances import DISTANCES, companion_target
 from dcl_optim.penalty.pull import pull_of, pull_towards_target
 from dcl_optim.pytorch.internals import constant
 from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, huber, mlp, one, sgd
-from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, assert_same_training, term_of, wrap
+from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, assert_same_training, loss_of, term_of, wrap
 
 INF, NAN = float("inf"), float("nan")
 LOG_3 = math.log(3.0)
@@ -142,11 +142,9 @@ def test_nothing_is_written_to_the_logits_and_half_precision_is_lifted(name, dty
 def test_a_function_that_does_not_return_one_value_a_row_is_refused_at_first_use(variant, way, distance, found):
     model = mlp()
     optimizer = wrap(variant, model, distance=distance)
-    x, y = one()
-    z = model(x)
     message = rf"must return one value a row, of shape \(16,\), but returned {found}; leave"
     with pytest.raises(ValueError, match=message):
-        (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)).backward()
+        loss_of(optimizer, *one(), way).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

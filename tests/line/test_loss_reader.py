@@ -29,14 +29,17 @@ from tests.helpers import (
     all_warnings,
     assert_same,
     batches,
+    every,
     fit,
     mlp,
     one,
+    read_values_as_on_a_device,
+    resume,
     sgd,
     train,
     training_forwards,
 )
-from tests.reference import CLOSE, EACH, EACH_WAY, NEAR, assert_same_training, learned, wrap
+from tests.reference import CLOSE, EACH, EACH_WAY, GOES_ON_BY_THE_TERM, NEAR, assert_same_training, learned, wrap
 from tests.reference import train as train_by
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -188,6 +191,12 @@ def test_the_first_look_takes_rows_that_have_a_gradient():
     assert optimizer.logs()["loss_scale"] == pytest.approx(1.0, rel=1e-4)
     assert (optimizer.logs()["skipped"], optimizer.logs()["penalty"]) == (0, 0)
     assert optimizer.prototypes.any(1).all()
+
+
+def resumed(optimizer, variant, **options):
+    again = wrap(variant, mlp(), **options)
+    resume(again, optimizer)
+    return again
 
 
 def without_the_wrapper(optimizer):
@@ -374,15 +383,15 @@ FITTED = {
     "ten classes": Training(0, 10, steps=400),
     "ten classes, smoothing": Training(0, 10, smoothing=0.1),
 }
-FITTED |= {
+PLACES = {
     f"{dtype}, {place}, smoothing of {smoothing}": Training(0, 10, dtype, place=place, smoothing=smoothing, steps=200)
     for dtype, place, smoothing in itertools.product((BF16, FP16), ("pure", "outside", "inside"), (0.0, 0.1))
 }
 
 
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", [*FITTED, *every(5, PLACES)])
 def test_labels_and_factor_of_every_batch_are_read_until_the_model_fits(name):
-    counts = run(FITTED[name])
+    counts = run((FITTED | PLACES)[name])
     assert (counts["ended"], counts["unread"], counts["wrong"], counts["off"]) == (0, 0, 0, 0)
     assert counts["batches"] > 20
 
@@ -441,19 +450,18 @@ def test_a_first_batch_that_is_not_finite_is_no_reason_for_an_error(variant):
 )
 def test_later_batches_that_cannot_be_read_get_no_penalty_and_a_warning_says_so_once(resumes, num_read, loss, variant):
     """They end no run. That of logits by ``nll_loss`` has no positive entry: no row looks as if it had a gradient."""
-    model = mlp()
-    optimizer = wrap(variant, model)
-    train(model, optimizer, vectors(num_read))
+    optimizer = wrap(variant, mlp())
+    fit(optimizer, vectors(num_read))
     if resumes:
-        model, optimizer = resume(optimizer, model)
+        optimizer = resumed(optimizer, variant)
     bare, base = without_the_wrapper(optimizer)
     before = copy.deepcopy(learned(optimizer))
     what = "labels" if variant == "dcp" else "factor"
     with pytest.warns(UserWarning, match=rf"(?s)a batch gets no penalty: .*cannot read the {what}") as caught:
-        train(model, optimizer, vectors(25), loss)
+        fit(optimizer, vectors(25), loss)
     assert len(caught) == 1
     train(bare, base, vectors(25), loss)
-    assert_same(model, bare)
+    assert_same(optimizer.model, bare)
     assert_same(learned(optimizer), before)
     assert math.isnan(optimizer.logs()["penalty"])
     assert optimizer.logs()["skipped"] == 25
@@ -465,14 +473,13 @@ def test_later_batches_that_cannot_be_read_get_no_penalty_and_a_warning_says_so_
 @EACH
 def test_after_100_steps_nothing_ends_the_run(variant, resumes):
     """It tells of 1, 2, 4, ... unread batches; their gradients are those of the base."""
-    model = mlp()
-    optimizer = wrap(variant, model)
-    train(model, optimizer, vectors(100))
+    optimizer = wrap(variant, mlp())
+    fit(optimizer, vectors(100))
     if resumes:
-        model, optimizer = resume(optimizer, model)
+        optimizer = resumed(optimizer, variant)
     bare, base = without_the_wrapper(optimizer)
     with all_warnings() as caught:
-        train(model, optimizer, vectors(70), weighted)
+        fit(optimizer, vectors(70), weighted)
     assert [str(warning.message).split(":")[0] for warning in caught] == [
         "a batch gets no penalty",
         *(f"a batch gets no penalty, {number} so far" for number in (2, 4, 8, 16, 32, 64)),
@@ -482,15 +489,15 @@ def test_after_100_steps_nothing_ends_the_run(variant, resumes):
     )
     assert optimizer.logs()["skipped"] == 70
     train(bare, base, vectors(70), weighted)
-    assert_same(model, bare)
-    train(model, optimizer, vectors(1))
+    assert_same(optimizer.model, bare)
+    fit(optimizer, vectors(1))
     assert optimizer.logs()["skipped"] == 70
 
 
 @pytest.mark.guard
 @EACH
 def test_where_values_may_not_be_read_unread_batches_are_warned_of_in_the_next_step_that_may(variant, monkeypatch):
-    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
+    read_values_as_on_a_device(monkeypatch)
     optimizer = wrap(variant, mlp())
     fit(optimizer, vectors(66))  # 64 is a step that may
     fit(optimizer, vectors(33), squares)
@@ -550,7 +557,7 @@ def test_the_dimension_along_which_the_gradient_is_a_cross_entropys(shape, dim):
     assert_same(optimizer.prototypes[k], rows.detach()[y == k].mean(0), rtol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
+@GOES_ON_BY_THE_TERM
 @pytest.mark.parametrize("distance", ["kl", "infonce"])
 def test_dcl_finds_the_dimension_of_the_classes_which_its_term_then_takes(distance):
     """As of a model that returns the rows themselves."""
@@ -588,16 +595,6 @@ def test_the_dimension_is_not_final_before_some_rows_had_labels(first, num_class
     fit(optimizer, rest, of_tokens)
     assert optimizer.prototypes.shape == (CLASSES, CLASSES)
     assert optimizer.prototypes.any(1).all()
-
-
-# ---- the state -------------------------------------------------------------------------------------------------------
-
-
-def resume(optimizer, model):
-    again = copy.deepcopy(model)
-    second = type(optimizer)(sgd(again), again, weight=1.0)
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return again, second
 
 
 # ---- without a synchronization ---------------------------------------------------------------------------------------
@@ -693,11 +690,9 @@ def test_a_resumed_run_knows_form_and_dimension_where_no_value_may_be_read(varia
     model = mlp()
     optimizer = wrap(variant, model, **options)
     fit(optimizer, sequences(2), loss)
-    again = copy.deepcopy(model)
-    second = wrap(variant, again, **options)
-    second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train_silently(model, optimizer, sequences(4)[2:], loss)
-    train_silently(again, second, sequences(4)[2:], loss)
+    second = resumed(optimizer, variant, **options)
+    for each in (optimizer, second):
+        train_silently(each.model, each, sequences(4)[2:], loss)
     assert_same_training(optimizer, second)
 
 

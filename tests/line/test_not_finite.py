@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dcl_optim.pytorch import synchronization
-from tests.helpers import batches, mlp
+from tests.helpers import batches, mlp, read_values_as_on_a_device
 from tests.reference import learned, train, wrap
 
 INF = float("inf")
@@ -22,11 +21,8 @@ def are_finite(tensors):
     [("dcl", "mse"), ("dcl", "kl"), ("dcl", "infonce"), ("dcp", "mse"), ("dcp", "kl")],
 )
 def test_where_it_is_not_found_out_training_goes_on_too(variant, distance, value, factor, monkeypatch):
-    """As on a device, which is asked in steps 1, 2, 4, 8.
-
-    The companion itself may be spoiled by its own backward pass; it is copied from the model by step 9.
-    """
-    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step & (step - 1) == 0)
+    """The companion itself may be spoiled by its own backward pass; it is copied from the model by step 9."""
+    read_values_as_on_a_device(monkeypatch)
     model, data = mlp(), list(batches(12))
     optimizer = wrap(variant, model, torch.optim.AdamW(model.parameters(), lr=1e-2), distance=distance)
     train(optimizer, data[:4], "line", F.cross_entropy)

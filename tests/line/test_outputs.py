@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.pytorch.outputs import conversion_source, find_logits
-from tests.helpers import CLASSES, FEATURES, all_warnings, assert_same, batches, fit, mlp, one, sgd, wrap
+from tests.helpers import CLASSES, all_warnings, assert_same, batches, fit, mlp, nested_batch, one, sgd, wrap
 from tests.reference import NEAR
 from tests.reference import train as train_by
 
@@ -154,9 +154,7 @@ def test_by_the_term_the_script_chooses_the_exit_without_a_warning():
 def test_with_nested_logits_dcps_term_takes_their_values():
     model, other = (mlp(dtype=torch.float32) for _ in range(2))
     optimizer, expected = (DCPOptimizer(sgd(net), net) for net in (model, other))
-    x = torch.randn(8, FEATURES)
-    y = torch.arange(8) % CLASSES
-    nested = torch.nested.nested_tensor([x[:3], x[3:]], layout=torch.jagged)
+    nested, x, y = nested_batch()
     train_by(optimizer, [(nested, y)] * 3, loss=F.cross_entropy, call=lambda inputs: model(inputs).values())
     train_by(expected, [(x, y)] * 3, loss=F.cross_entropy)
     assert_same(model, other)

@@ -1,4 +1,4 @@
-"""The fast path against the algorithm written out: 100 steps in float64, every distance, both variants and loops."""
+"""The fast path against the algorithm written out: 50 steps in float64, every distance, both variants and loops."""
 
 import copy
 import itertools
@@ -13,7 +13,7 @@ from tests import reference
 from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, every, huber, sgd
 from tests.reference import dcp_step, train, train_by_closures, train_by_hand
 
-STEPS = 100
+STEPS = 50
 METHOD = {"weight": 0.7, "alpha": 0.4}
 BASES = {
     "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4),

@@ -3,14 +3,12 @@
 ``--without-guards`` runs all tests of the method so.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.helpers import NoGuards, assert_same, batches, dropout_net, mlp
-from tests.reference import EACH, EACH_WAY, term_of, train, train_by_closures, wrap
+from tests.reference import EACH, EACH_WAY, loss_of, train, wrap
 
 
 def plain(variant, way):
@@ -18,18 +16,13 @@ def plain(variant, way):
     return train(wrap(variant, dropout_net()), batches(130), way, F.cross_entropy)
 
 
-def by_closures(variant, way):
-    return train_by_closures(wrap(variant, mlp()), batches(8), F.cross_entropy, way)
-
-
 def micro_batches_skipped_steps_and_nan(variant, way):
     optimizer = wrap(variant, mlp(), strict=False)
     for step, (x, y) in enumerate(batches(12)):
         optimizer.zero_grad()
         for rows, labels in zip(x.chunk(2), y.chunk(2), strict=True):
-            z = optimizer.model(rows)
             factor = torch.inf if step in (0, 5) else 0.5
-            (factor * (F.cross_entropy(z, labels) + term_of(optimizer, way)(z, labels))).backward()
+            (factor * loss_of(optimizer, rows, labels, way)).backward()
         if step % 5:
             optimizer.step()
     return optimizer
@@ -41,14 +34,7 @@ def losses_that_the_line_cannot_read(variant, way):
     return train(optimizer, batches(4, seed=3), way, F.cross_entropy)
 
 
-def resumed(variant, way):
-    optimizer = train(wrap(variant, mlp()), batches(4), way, F.cross_entropy)
-    again = wrap(variant, copy.deepcopy(optimizer.model))
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    return train(again, batches(4, seed=2), way, F.cross_entropy)
-
-
-TRAININGS = [plain, by_closures, micro_batches_skipped_steps_and_nan, losses_that_the_line_cannot_read, resumed]
+TRAININGS = [plain, micro_batches_skipped_steps_and_nan, losses_that_the_line_cannot_read]
 
 
 @pytest.mark.filterwarnings("ignore:a batch gets no penalty", "ignore:non-finite")

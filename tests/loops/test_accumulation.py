@@ -4,7 +4,7 @@ import pytest
 import torch.nn.functional as F
 
 from tests.helpers import assert_same, batches, mlp, one
-from tests.reference import EACH, EACH_WAY, NEAR, assert_same_training, by_hand, term_of, train, wrap
+from tests.reference import EACH, EACH_WAY, NEAR, assert_same_training, by_hand, loss_of, train, wrap
 
 
 @pytest.mark.parametrize("names_inputs", [False, True])
@@ -18,8 +18,7 @@ def test_parts_of_a_loss_that_go_backward_one_by_one_carry_the_whole_penalty(var
     )
     for x, y in batches(5):
         optimizer.zero_grad()
-        z = model(x)
-        loss = F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)
+        loss = loss_of(optimizer, x, y, way)
         for share in (0.25, 0.6, 0.15):
             inputs = {"inputs": [*model.parameters()]} if names_inputs else {}
             (share * loss).backward(retain_graph=True, **inputs)

@@ -189,22 +189,24 @@ def train_in_one_function(variant, weight, compiled):
         optimizer.zero_grad()
         call(x, y)
         optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
+    return model, optimizer
 
 
 @EACH
 def test_loss_and_backward_in_one_compiled_function(variant):
     """Dynamo does not trace the term's backward pass, of which it would warn: a warning is an error here."""
-    assert_same(train_in_one_function(variant, 1.0, True), train_in_one_function(variant, 1.0, False), **CLOSE)
+    (_, compiled), (_, eager) = (train_in_one_function(variant, 1.0, compiled) for compiled in (True, False))
+    assert_same_training(compiled, eager, **CLOSE)
 
 
 @pytest.mark.filterwarnings("ignore:.*TF32", "ignore:.*functional optimizers is deprecated")
-def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit():
+def test_weight_0_under_compiled_autograd_is_the_base_bit_for_bit_and_the_companion_learns():
     """It adds up what the term's backward pass returns, which may not be None."""
     with torch._dynamo.config.patch(compiled_autograd=True):
-        dcl, dcp, base = (train_in_one_function(*run, True) for run in (("dcl", 0.0), ("dcp", 0.0), ("dcp", -1.0)))
-    assert_same(dcl, base)
-    assert_same(dcp, base)
+        (model, optimizer), (alone, _) = (train_in_one_function("dcl", weight, True) for weight in (0.0, -1.0))
+    assert_same(model, alone)
+    _, eager = train_in_one_function("dcl", 0.0, False)
+    assert_same_training(optimizer, eager, **CLOSE)
 
 
 @EACH

@@ -25,7 +25,7 @@ from tests.helpers import (
     same_on_both,
     through_pickle,
 )
-from tests.reference import EACH, NEAR, VARIANTS, by_hand, learned, term_of, wrap
+from tests.reference import EACH, NEAR, VARIANTS, by_hand, learned, loss_of, term_of, wrap
 from tests.reference import train as train_by_term
 
 pytestmark = needs_gloo
@@ -282,8 +282,7 @@ def trained_by_hand(variant, one_model, one_forecaster):
     for rows in zip(*map(rows_of, range(PARTS)), strict=True):
         for hand, (x, y) in zip(hands, rows, strict=True):
             hand.zero_grad()
-            z = hand.model(x)
-            (F.cross_entropy(z, y) + term_of(hand)(z, y)).backward()
+            loss_of(hand, x, y).backward()
         for parameters in zip(*(hand.model.parameters() for hand in hands), strict=True) if one_model else ():
             mean = torch.stack([parameter.grad for parameter in parameters]).mean(0)
             for parameter in parameters:

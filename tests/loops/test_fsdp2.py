@@ -19,14 +19,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dcl_optim import DCPOptimizer
-from tests.helpers import CLASSES, SHARDS_ON_CPU, assert_same, batches, fit, mlp, needs_gloo, sgd, train
+from tests.helpers import CLASSES, assert_same, batches, fit, mlp, needs_fsdp2, needs_gloo, sgd, train, whole
 from tests.helpers import wrap as wrap_dcl
-from tests.reference import EACH
+from tests.reference import EACH, learned, result
 from tests.reference import train as train_by
 
 pytestmark = [
     needs_gloo,
-    pytest.mark.skipif(not SHARDS_ON_CPU, reason="needs a torch whose FSDP2 runs on the CPU"),
+    needs_fsdp2,
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]
 STEPS = 5
@@ -56,12 +56,14 @@ def train_rank(rank, model, optimizer, data, way="line"):
     train_by(optimizer, halves, way, nn.functional.cross_entropy)
 
 
-def own(variant, optimizer):
-    return optimizer.companion.state_dict() if variant == "dcl" else {"prototypes": optimizer.prototypes}
+def save(optimizer, rank, file):
+    found = result(optimizer)
+    if rank == 0:
+        torch.save(found, file)
 
 
-def full(state):
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}
+def assert_saved(optimizer, file):
+    assert_same(torch.load(file, weights_only=True), result(optimizer), rtol=1e-7, atol=1e-9)
 
 
 CASES = list(product(["dcl", "dcp"], ["line", "term"]))
@@ -87,19 +89,14 @@ def train_sharded(rank, file, variant, way):
         for theirs, ours in zip(model.parameters(), optimizer.companion.parameters(), strict=True):
             assert ours.placements == theirs.placements
             assert ours.to_local().shape == theirs.to_local().shape
-    snapshot = {"model": full(model.state_dict()), "own": full(own(variant, optimizer))}
-    if rank == 0:
-        torch.save(snapshot, file)
+    save(optimizer, rank, file)
 
 
 @pytest.mark.parametrize(("variant", "way"), CASES)
 def test_sharded_training_equals_one_process_on_the_joint_batch(variant, way, ranks):
-    found = torch.load(ranks / f"{variant} {way}.pt", weights_only=True)
-    model = mlp()
-    optimizer = wrap(variant, model)
+    optimizer = wrap(variant, mlp())
     fit(optimizer, batches(STEPS))
-    assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
-    assert_same(found["own"], dict(own(variant, optimizer)), rtol=1e-7, atol=1e-9)
+    assert_saved(optimizer, ranks / f"{variant} {way}.pt")
 
 
 def pass_over(rank, folder):
@@ -111,13 +108,10 @@ def pass_over(rank, folder):
         loss = 64.0 * nn.functional.cross_entropy(model(x.chunk(2)[rank]), y.chunk(2)[rank])
         (loss * 0.0 if number % 2 and rank else loss).backward()
         optimizer.step()
-    snapshot = {"model": full(model.state_dict()), "own": full(own("dcl", optimizer))}
-    if rank == 0:
-        torch.save(snapshot, folder / "pass_over.pt")
+    save(optimizer, rank, folder / "pass_over.pt")
 
 
 def test_a_companion_learns_from_the_ranks_that_have_a_gradient(ranks):
-    found = torch.load(ranks / "pass_over.pt", weights_only=True)
     model = mlp()
     optimizer = wrap("dcl", model)
     for number, (x, y) in enumerate(batches(STEPS)):
@@ -127,8 +121,7 @@ def test_a_companion_learns_from_the_ranks_that_have_a_gradient(ranks):
         loss = 64.0 * nn.functional.cross_entropy(model(x), y)
         (loss / 2 if number % 2 else loss).backward()
         optimizer.step()
-    assert_same(found["model"], dict(model.state_dict()), rtol=1e-7, atol=1e-9)
-    assert_same(found["own"], dict(own("dcl", optimizer)), rtol=1e-7, atol=1e-9)
+    assert_saved(optimizer, ranks / "pass_over.pt")
 
 
 # ---- what the ranks compare themselves -------------------------------------------------------------------------------
@@ -147,7 +140,7 @@ def accumulate(rank, variant):
                 z = model(x.chunk(2)[rank])
                 (nn.functional.cross_entropy(z, y.chunk(2)[rank]) / 2).backward()
             optimizer.step()
-        results.append(full(model.state_dict()) | full(own(variant, optimizer)))
+        results.append(result(optimizer))
     assert_same(*results, rtol=1e-7, atol=1e-9)
 
 
@@ -161,18 +154,18 @@ def train_in_bfloat16(rank, folder):
 
     def weights_of(optimizer):
         (group,) = optimizer.companion_optimizer.param_groups
-        return [full({"": weight.detach()})[""] for weight in group["params"]]
+        return [whole({"": weight.detach()})[""] for weight in group["params"]]
 
     data = list(batches(20, dtype=torch.bfloat16))
     model, optimizer = build(sharded)
-    whole, one_process = build(mlp)
+    alone, one_process = build(mlp)
     start = weights_of(optimizer)
     train_rank(rank, model, optimizer, data)
-    train(whole, one_process, data)
+    train(alone, one_process, data)
     for found, expected, before in zip(*map(weights_of, (optimizer, one_process)), start, strict=True):
         assert found.dtype == torch.float32
         assert (found - expected).norm() < 0.1 * (expected - before).norm()
-    for weight, half in zip(weights_of(optimizer), full(optimizer.companion.state_dict()).values(), strict=True):
+    for weight, half in zip(weights_of(optimizer), whole(optimizer.companion.state_dict()).values(), strict=True):
         assert torch.equal(weight.bfloat16(), half)
     for way in (resumed_by_files, resumed_by_full_states):
         again, second = way(rank, folder, lambda: build(sharded), model, optimizer)
@@ -227,8 +220,7 @@ def resume_sharded(rank, folder, variant, way):
     assert second.logs()["step"] == 3
     for pair in ((model, optimizer), (again, second)):
         train_rank(rank, *pair, batches(3, seed=5))
-    assert_same(full(again.state_dict()), full(model.state_dict()))
-    assert_same(full(own(variant, second)), full(own(variant, optimizer)))
+    assert_same(result(second), result(optimizer))
 
 
 @EACH
@@ -236,21 +228,17 @@ def test_distributed_checkpoints_in_one_process_and_what_they_refuse(variant):
     model = mlp()
     optimizer = wrap(variant, model, CLASSES)
     before = copy.deepcopy(model)
-    began = (
-        copy.deepcopy(own(variant, optimizer))
-        if variant == "dcl"
-        else {"prototypes": torch.zeros(CLASSES, CLASSES).double()}
-    )
+    began = copy.deepcopy(learned(optimizer)) if variant == "dcl" else torch.zeros(CLASSES, CLASSES).double()
     state = get_optimizer_state_dict(model, optimizer)  # takes a dry step to create the state
     assert_same(model, before)
-    assert_same(dict(own(variant, optimizer)), dict(began))
+    assert_same(learned(optimizer) if variant == "dcl" else optimizer.prototypes, began)
     assert optimizer.logs()["step"] == 0
     fit(optimizer, batches(3))
     state = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    expected = copy.deepcopy(own(variant, optimizer))
+    expected = copy.deepcopy(learned(optimizer))
     fit(optimizer, batches(2, seed=5))
     set_optimizer_state_dict(model, optimizer, state)
-    assert_same(dict(own(variant, optimizer)), dict(expected))
+    assert_same(learned(optimizer), expected)
     assert optimizer.logs()["step"] == 3
 
     state = optimizer.state_dict()

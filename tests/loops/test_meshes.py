@@ -10,27 +10,16 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
-from tests.helpers import SHARDS_ON_CPU, assert_same, batches, fit, mlp, needs_gloo, on_ranks, sgd
-from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, learned, term_of, wrap
+from tests.helpers import assert_same, batches, fit, mlp, needs_fsdp2, needs_gloo, on_ranks, sgd
+from tests.reference import CLOSE, EACH, EACH_WAY, VARIANTS, learned, result, term_of, wrap
 from tests.reference import train as train_by
 
-pytestmark = [
-    needs_gloo,
-    pytest.mark.skipif(not SHARDS_ON_CPU, reason="needs a torch whose FSDP2 runs on the CPU"),
-]
+pytestmark = [needs_gloo, needs_fsdp2]
 STEPS = 5
 WAYS = ("line", "term")
-
-
-def whole(state):
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t.detach().clone() for name, t in state.items()}
-
-
-def result(optimizer):
-    return [whole(optimizer.model.state_dict()), whole(learned(optimizer))]
 
 
 def alone(variant, seed=0):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.helpers import assert_same, batches, dropout_net, every, mlp, sgd
-from tests.reference import EACH, VARIANTS, Rounded, apart, by_hand, end, learned, term_of, wrap
+from tests.reference import EACH, VARIANTS, Rounded, apart, by_hand, end, learned, loss_of, wrap
 
 CLIP = 0.3
 # A step's gradient passes through a few roundings of the dtype, and the errors of steps add up as the steps do: the
@@ -31,8 +31,7 @@ def data(steps, **options):
 
 def backward(optimizer, x, y, scaler, half=None, way="line", factor=1.0):
     with torch.autocast("cpu", half or torch.bfloat16, enabled=half is not None):
-        z = optimizer.model(x)
-        loss = factor * (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y))
+        loss = factor * loss_of(optimizer, x, y, way)
     scaler.scale(loss).backward()
 
 

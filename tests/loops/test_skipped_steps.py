@@ -20,7 +20,7 @@ from tests.helpers import (
     one,
     training_forwards,
 )
-from tests.reference import EACH, EACH_WAY, VARIANTS, assert_same_training, term_of, wrap
+from tests.reference import EACH, EACH_WAY, VARIANTS, assert_same_training, loss_of, wrap
 
 # ---- batches that no step takes --------------------------------------------------------------------------------------
 
@@ -59,8 +59,7 @@ def test_a_step_that_the_script_leaves_out_leaves_nothing(variant, way, cleared)
                 continue
             if cleared == "before the forward pass":
                 optimizer.zero_grad()
-            z = optimizer.model(x)
-            loss = F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)
+            loss = loss_of(optimizer, x, y, way)
             if cleared == "before the backward pass":
                 optimizer.zero_grad()
             loss.backward()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from dcl_optim.guards import Guards
 from tests.conftest import DEFAULT
 
 HERE = Path(__file__).parents[2]
@@ -117,20 +119,7 @@ class Fault:
 
 
 NOTHING = begin("return None")
-GUARDS = [
-    *("forward_begins", "logits_not_found", "logits_replaced", "step_is_over", "graph_of_term_is_kept"),
-    *(
-        "gradient_not_read",
-        "gradient_read",
-        "first_term_called",
-        "term_called",
-        "closure_ends",
-        "first_step_begins",
-        "step_has_no_penalty",
-        "step_ends",
-    ),
-    *("superseded", "detached", "model_loaded", "state_loaded", "forward_alone"),
-]
+GUARDS = [name for name, _ in inspect.getmembers(Guards, inspect.isfunction) if name[0] != "_"]
 FAULTS = [
     # the penalty and its factors
     Fault("no penalty", "penalty.pull:Pull.gradient", begin("self = self._replace(factor=0.0)"),
@@ -155,7 +144,7 @@ FAULTS = [
           result("result._replace(number=len(result.rows))"), "term/ prototypes/"),
     # which passes count
     Fault("forward passes in eval mode count", "algorithm:Algorithm.before_forward",
-          replace("not module.training", "False"), "backward_passes not_finite"),
+          replace("not module.training", "False"), "copying first_use"),
     Fault("a call without gradients ends a forward pass", "algorithm:Algorithm.before_forward",
           begin("self.progress.running.clear()"), "calls_of_the_model"),
     Fault("an attack's backward pass counts", "algorithm:Algorithm._is_of_training",

@@ -21,8 +21,8 @@ def execute(*arguments, folder=ROOT):
 
 
 def test_the_penalty_gains():
-    differences = [own_script.train("auto", seed) - own_script.train(0, seed) for seed in range(5)]
-    assert mean(differences) > 2 * stdev(differences) / 5**0.5
+    differences = [own_script.train("auto", seed) - own_script.train(0, seed) for seed in range(4)]
+    assert mean(differences) > 2 * stdev(differences) / 4**0.5
 
 
 def test_its_overhead_can_be_measured():

@@ -87,8 +87,7 @@ def test_thirty_steps_equal_the_reference(reads, distance, update, alpha, monkey
         fit(optimizer, [(x, y)])
         dcp_step(theirs, known, plain, x, y, F.cross_entropy, FUNCTIONS[distance], **settings)
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
-    assert_same(model, theirs, **NEAR)
-    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **NEAR)
+    assert_same((model, optimizer.prototypes), (theirs, torch.stack([known[k] for k in range(CLASSES)])), **NEAR)
 
 
 # ---- steps that learn from no row ------------------------------------------------------------------------------------
@@ -213,8 +212,7 @@ def test_soft_labels_by_the_formula(distance, reads, monkeypatch):
         plain.step()
         prototypes_learn(z.detach(), shares, known, 0.6, numbers)
         assert optimizer.forecaster.seen.nonzero().flatten().tolist() == sorted(known)
-    assert_same(model, theirs, **NEAR)
-    assert_same(optimizer.prototypes, torch.stack([known[k] for k in range(CLASSES)]), **NEAR)
+    assert_same((model, optimizer.prototypes), (theirs, torch.stack([known[k] for k in range(CLASSES)])), **NEAR)
 
 
 def test_soft_labels_by_hand():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import FEATURES, TwoHeads, assert_same, batches, dropout_net, gradients_put_back, mlp
-from tests.reference import EACH, EACH_WAY, assert_same_training, learned, term_of, train, wrap
+from tests.reference import EACH, EACH_WAY, assert_same_training, learned, loss_of, term_of, train, wrap
 
 # ---- wrong arguments: the name, the value, the fix -------------------------------------------------------------------
 
@@ -135,8 +135,7 @@ def test_a_validation_is_not_observed(variant, how):
 
 
 def backward(optimizer, way, x, y, factor=1.0):
-    z = optimizer.model(x)
-    (factor * (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y))).backward()
+    (factor * loss_of(optimizer, x, y, way)).backward()
 
 
 def nan_in_the_input(optimizer, way, x, y):

@@ -11,11 +11,21 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
-from dcl_optim.pytorch import synchronization
-from tests.helpers import CLASSES, FEATURES, TwoHeads, assert_same, batches, dropout_net, mlp, one
+from tests.helpers import (
+    CLASSES,
+    FEATURES,
+    TwoHeads,
+    assert_same,
+    batches,
+    dropout_net,
+    mlp,
+    one,
+    read_values_as_on_a_device,
+)
 from tests.reference import (
     CLOSE,
     EACH,
+    GOES_ON_BY_THE_TERM,
     VARIANTS,
     WEIGHT,
     assert_same_training,
@@ -28,55 +38,7 @@ from tests.reference import (
 STEPS, IGNORED = 8, 255
 
 
-# ---- losses of the logits --------------------------------------------------------------------------------------------
-
-
-def cross_entropy(x, z, y):
-    return F.cross_entropy(z, y)
-
-
-def focal_with_entropy(x, z, y):
-    logs = F.log_softmax(z, 1)
-    own = logs.gather(1, y[:, None])[:, 0]
-    return (0.1 * (logs.exp() * logs).sum(1) - (1 - own.exp()).square() * own).mean()
-
-
-def class_weights(x, z, y):
-    return F.cross_entropy(z, y, weight=torch.linspace(0.2, 3.0, CLASSES).to(z))
-
-
-def distillation(x, z, y, temperature=3.0):
-    teacher = F.log_softmax(x[:, :CLASSES] / temperature, 1)
-    soft = F.kl_div(F.log_softmax(z / temperature, 1), teacher, log_target=True, reduction="batchmean")
-    return 0.4 * F.cross_entropy(z, y) + 0.6 * temperature**2 * soft
-
-
-def margins(x, z, y):
-    return F.multi_margin_loss(z, y)
-
-
-def regression(x, z, y):
-    return F.smooth_l1_loss(z, x[:, :CLASSES])
-
-
-def binary(x, z, y):
-    return F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).double())
-
-
-OF_CLASSES = (cross_entropy, class_weights, focal_with_entropy, distillation, margins)
-LOSSES = [*product(VARIANTS, OF_CLASSES), ("dcl", regression), ("dcl", binary)]
-
-
-@pytest.mark.parametrize(("variant", "loss"), LOSSES)
-def test_a_loss_equals_the_one_by_hand(variant, loss):
-    def step(model, x, y, term):
-        z = model(x)
-        (loss(x, z, y) + term(z, y)).backward()
-
-    assert_equals_the_step_by_hand(variant, "term", step)
-
-
-# ---- steps of other forms --------------------------------------------------------------------------------------------
+# ---- steps of all forms ----------------------------------------------------------------------------------------------
 
 
 def micro_batches(model, x, y, term):
@@ -218,7 +180,7 @@ CELLS = [
 
 
 def assert_equals_the_step_by_hand(variant, way, step):
-    build = STEPS_OF[step][0] if step in STEPS_OF else mlp
+    build, *_ = STEPS_OF[step]
     model, theirs = build(), build()
     named = variant == "dcl" or way == "line"  # the term of DCP names its logits itself
     found = {"logits": main_head} if build is TwoHeads and named else {}
@@ -240,7 +202,7 @@ def test_a_step_equals_the_one_by_hand(variant, way, step):
 
 def test_values_tell_which_forward_pass_it_was_also_in_a_step_that_should_not_wait(monkeypatch):
     """DistributedDataParallel may return another tensor than the model did. Only two of one shape are compared."""
-    monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: synchronization.is_sync_step(step))
+    read_values_as_on_a_device(monkeypatch)
     assert_equals_the_step_by_hand("dcl", "term", siamese)
 
 
@@ -303,7 +265,7 @@ def added(optimizer, x, y, with_term):
 
 
 @pytest.mark.filterwarnings("ignore:a step without a penalty")
-@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
+@GOES_ON_BY_THE_TERM
 @EACH
 def test_once_penalty_was_called_the_line_is_off_also_in_a_resumed_run(variant):
     """Of two micro-batches one has the term: the line would add a penalty to both."""
@@ -332,7 +294,7 @@ def test_another_loss_of_the_logits_may_have_its_backward_pass_before_the_term(v
         for x, y in batches(STEPS):
             optimizer.zero_grad()
             z = optimizer.model(x)
-            losses = margins(x, z, y), F.cross_entropy(z, y) + term_of(optimizer)(z, y)
+            losses = F.multi_margin_loss(z, y), F.cross_entropy(z, y) + term_of(optimizer)(z, y)
             if splits:
                 losses[0].backward(retain_graph=True)
                 losses[1].backward()
@@ -370,7 +332,7 @@ def test_gradients_that_are_cleared_between_the_call_and_its_backward_pass_do_no
         pytest.param((1, 0), id="read first"),  # the logits have their penalty then, and nothing is said
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*penalty is called for the first time")
+@GOES_ON_BY_THE_TERM
 @EACH
 def test_two_losses_of_the_same_logits_get_one_penalty(variant, order):
     """Each has a backward pass of its own, and the line can read one of them."""
@@ -435,17 +397,14 @@ def test_weight_0_gives_no_gradient_to_a_head_that_the_loss_does_not_reach():
 @pytest.mark.parametrize("reads_always", [True, False])
 @pytest.mark.parametrize(("variant", "way"), [*product(VARIANTS, ["line", "term"])])
 def test_a_model_that_has_become_nan_is_seen_in_the_logs(variant, way, reads_always, monkeypatch):
-    """By either way, also where values are read in few steps alone, as on a device: here in steps 1, 2, 4 and 8."""
+    """By either way, also where values are read in few steps alone, as on a device."""
     if not reads_always:
-        monkeypatch.setattr(synchronization, "may_sync", lambda step, tensor: step & (step - 1) == 0)
+        read_values_as_on_a_device(monkeypatch)
     optimizer = wrap(variant, mlp())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # guards say it, too
         for number, (x, y) in enumerate(batches(7)):
-            optimizer.zero_grad()
-            z = optimizer.model(x * torch.nan if number == 4 else x)
-            (F.cross_entropy(z, y) + term_of(optimizer, way)(z, y)).backward()
-            optimizer.step()
+            train(optimizer, [(x * torch.nan if number == 4 else x, y)], way, F.cross_entropy)
             if number == 3:
                 assert optimizer.logs()["penalty"] > 0
                 assert optimizer.logs()["skipped"] == 0
