@@ -401,6 +401,12 @@ class Storages(TorchDispatchMode):
         return len(self._followed), sum(size for _, size in self._followed.values())
 
 
+def skip_smoothing_of_torch_2_6(dtype: torch.dtype, smoothing: float) -> None:
+    """Whose gradients in half precision are rounded otherwise on a CPU: docs/supported.md says so."""
+    if smoothing and dtype.itemsize < 4 and torch.__version__ < (2, 7):
+        pytest.skip("PyTorch 2.6 rounds the gradient of a label smoothing in half precision otherwise")
+
+
 def live_tensors() -> tuple[int, int]:
     """The number and the elements of the tensors that Python holds, without what the fixture older_objects froze."""
     tensors = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]

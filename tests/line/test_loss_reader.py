@@ -36,6 +36,7 @@ from tests.helpers import (
     read_values_as_on_a_device,
     resume,
     sgd,
+    skip_smoothing_of_torch_2_6,
     train,
     training_forwards,
 )
@@ -299,6 +300,7 @@ def test_a_model_that_is_certain_of_every_row_is_read_with_one_warning(script, s
 @EACH
 def test_batches_whose_rows_are_alike_end_no_run_of_a_certain_model(variant):
     """They have the form with any factor, and contradict none; here the first batch alone has rows that differ."""
+    skip_smoothing_of_torch_2_6(torch.bfloat16, 0.05)
     torch.manual_seed(0)
     model = nn.Linear(10, 10, bias=False).bfloat16()
     nn.init.eye_(model.weight)
@@ -391,7 +393,9 @@ PLACES = {
 
 @pytest.mark.parametrize("name", [*FITTED, *every(5, PLACES)])
 def test_labels_and_factor_of_every_batch_are_read_until_the_model_fits(name):
-    counts = run((FITTED | PLACES)[name])
+    training = (FITTED | PLACES)[name]
+    skip_smoothing_of_torch_2_6(training.dtype, training.smoothing)
+    counts = run(training)
     assert (counts["ended"], counts["unread"], counts["wrong"], counts["off"]) == (0, 0, 0, 0)
     assert counts["batches"] > 20
 
