@@ -178,7 +178,7 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
         left.scatter_(1, y.unsqueeze(1), 0.0)  # it follows from the others, as rows sum to 0
     else:
         # Of entries that are all zero, as of a certain label, the likeliest.
-        y = _labels(p, g, torch.maximum(a, 3.0 * g.amax()) if smoothing else constant(TINY, z.device))
+        y = _labels(p, g, torch.maximum(a, 3.0 * g.amax())) if smoothing else torch.add(g, p, alpha=-TINY).argmin(1)
         r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add").mul_(live.unsqueeze(1))  # p - q
         a, along = _slope(g, r, y, norm(r), num_live) if smoothing else (whole / norm(r), num_live)
         left = torch.addcmul(g, r, a, value=-1.0, out=r)
