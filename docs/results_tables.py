@@ -36,21 +36,23 @@ def overview_cost() -> str:
     plain = {one["model"]: one["rows"][0]["milliseconds"]["median"] for one in _benchmark("steps")["steps"]}
     images = [model for model in plain if model not in ("pixels", "tokens")]
     long = [model for model in images if plain[model] >= SMALL_STEP]
-    shorter = "images or text, shorter steps"
+    shorter, many = "images or text, shorter steps", "8,000 classes"
     models = {
         f"images or text, steps of {min(plain[model] for model in long):.0f} ms or more": long,
         shorter: [model for model in images if plain[model] < SMALL_STEP],
         "21 classes for each pixel": ["pixels"],
-        "8,000 classes for each token": ["tokens"],
+        many: ["tokens"],
     }
-    shortest = {row["name"]: row for row in _benchmark("wide")["wide"][0]["rows"]}  # ten classes, float32
+    in_float32 = [figures for figures in _benchmark("wide")["wide"] if figures["precision"] == "float32"]
+    wide = {figures["title"]: {row["name"]: row for row in figures["rows"]} for figures in in_float32}
+    others = {shorter: "MLP 64-128-10", many: "MLP 64-128-8000"}
     rows = []
     for place, chosen in models.items():
         line = [place]
         for way in ("DCP, term", "DCL, term, half"):
             ratios = [_ratios(way)[model] for model in chosen]
-            if place == shorter:
-                ratios.append(shortest[way]["ratio_to_plain"]["median"])
+            if place in others:
+                ratios.append(wide[others[place]][way]["ratio_to_plain"]["median"])
             line.append(f"{max(ratios):.1f}")
         rows.append(line)
     return "\n".join(grid(["task", "DCP", "DCL"], rows, words=1))

@@ -32,7 +32,7 @@ OVERVIEW = {  # of the settings in which methods were tuned, by what decides
     "kanji-5-noise-20": "wrong labels: the same, a fifth wrong",
     "fashion-500-noise-30": "wrong labels, ten classes: clothes",
     "digits-30-noise-30": "wrong labels, ten classes: digits",
-    "scripts": "network cannot fit: 100 writing systems",
+    "scripts": "underfitting: 100 writing systems",
     "fashion-5000": "clean data: 5,000 images of clothes",
 }
 
