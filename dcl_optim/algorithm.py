@@ -151,7 +151,7 @@ class Algorithm:
         z.register_hook(functools.partial(self.hooks.on_gradient, forward))  # which holds what waits for a gradient
 
     def _note_other_tensors(self, forward: Forward, z: Tensor, output: Any) -> None:
-        """Note those beside the logits in an output, and wait for a gradient of those that z was converted from."""
+        """Note an output's other tensors, and wait for a gradient of those that the logits z were converted from."""
         if self._logits is None:
             forward.shapes_of_others = shapes_of_others(output, z)
         source = conversion_source(z)

@@ -122,8 +122,7 @@ class Companion(Forecaster):
         self._rows.generator = None
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
         self._has_predicted = False  # in this step
-        self._has_observed = False
-        self._total_scale: Scale = 0.0  # the sum of |s|
+        self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
         self._half_factor: Tensor | None = None  # of all gradients in float16
 
     @functools.cached_property
@@ -228,8 +227,7 @@ class Companion(Forecaster):
             gradient = gradient * half_factor
             size = size * half_factor
         self._pending.append((logits, gradient.to(logits)))
-        self._total_scale = self._total_scale + size if self._has_observed else size
-        self._has_observed = True
+        self._total_scale = size if self._total_scale is None else self._total_scale + size
 
     def _smaller_half_factor(self, gradient: Tensor) -> Tensor:
         """What gradients of the step are multiplied by so that no sum of rows overflows in float16, or underflows.
@@ -238,7 +236,7 @@ class Companion(Forecaster):
         """
         factor = HALF_SIZE / gradient.abs().sum(0).amax().clamp(min=TINY)
         before = self._half_factor
-        if before is not None:
+        if before is not None and self._total_scale is not None:
             factor = torch.minimum(factor, before)
             share = factor / before
             for brought in (*gradients_of(self.network.own), *(waiting for _, waiting in self._pending)):
@@ -275,8 +273,9 @@ class Companion(Forecaster):
         if self._pending:  # which only compiled autograd leaves
             self.end_backward()
         has_ranks = self._group.size > 1 and self._has_predicted  # each of which must bring the same to the reduction
-        if has_ranks or self._has_observed:
-            self.network.step(self._total_scale, has_ranks)
+        total = self._total_scale
+        if has_ranks or total is not None:
+            self.network.step(0.0 if total is None else total, has_ranks)
         self._start()
 
     def check_values(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dcl_optim.progress import are_close
-from dcl_optim.pytorch.internals import hooks_of, leaves_in, version_of, warn
+from dcl_optim.pytorch.internals import hooks_of, tensors_of, version_of, warn
 from dcl_optim.pytorch.outputs import leaves_of
 from dcl_optim.pytorch.parameters import parameters_of, requires_grad
 from dcl_optim.pytorch.ranks import any_sharded
@@ -67,7 +67,7 @@ def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
     memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
     attributes = [value for module in modules for value in vars(module).values()]
     memo |= {id(value): value for value in attributes if isinstance(value, KEPT)}
-    computed = [leaf for leaf in leaves_in(attributes) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    computed = [tensor for tensor in tensors_of(attributes) if tensor.grad_fn is not None]
     memo |= {id(tensor): tensor.detach().clone() for tensor in computed}  # torch copies no tensor with a graph
     for parameter in set(model.parameters()).difference(filter(requires_grad, parameters_of(base))):
         memo[id(parameter)] = parameter

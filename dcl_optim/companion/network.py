@@ -255,17 +255,17 @@ class Network:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict`, or nothing of it, with a ValueError if it does not fit."""
-        own = self.own_tensors()
-        check_state(state["model"], own, "companion")
+        check_state(state["model"], self.own_tensors(), "companion")
         with all_or_nothing(self.optimizer):
             saved = dict(state["optimizer"])
             if "state" in saved:  # torch.distributed.checkpoint makes texts of all keys
-                saved["state"] = {int(key) if str(key).isdigit() else key: own for key, own in saved["state"].items()}
+                states = saved["state"].items()
+                saved["state"] = {int(key) if str(key).isdigit() else key: one for key, one in states}
             self.optimizer.load_state_dict(saved)
             self.module.load_state_dict(state["model"], strict=False)
-            for name, tensor in own.items():
-                if isinstance(tensor, Tensor):  # a weight of float32 has more than was loaded into its rounding
-                    tensor.copy_(state["model"][name])
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+                if parameter in self.wide.weights:  # which has more than was loaded into its rounding
+                    self.wide.weights[parameter].data.copy_(state["model"][name])
         self.has_begun = state["begun"]
         self.has_predicted = False
         self.is_new = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from dcl_optim.companion.replay import Arguments, copied
 from dcl_optim.progress import Forward, are_close
-from dcl_optim.pytorch.internals import leaves_in, map_tensors, warn_once
+from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
 
 HALF = 0.5
 FEWEST = 2  # of which batch norm can take statistics
@@ -72,16 +73,11 @@ class Rows:
             self.generator = torch.Generator().manual_seed(seed)
         drawn = torch.randperm(length, generator=self.generator, device="cpu")[:number]
         rows = drawn.to(forward.rows.device, non_blocking=True)
-        tensors = [leaf for leaf in leaves_in(arguments) if isinstance(leaf, Tensor)]
-        is_cut = [not tensor.is_nested and tensor.shape[:1] == (length,) for tensor in tensors]
+        is_cut = [not tensor.is_nested and tensor.shape[:1] == (length,) for tensor in tensors_of(arguments)]
         case = (len(arguments[0]), *arguments[1], *is_cut)
         if case not in self._can_cut:
-            training = [layer for layer in network.modules() if layer.training]
-            for layer in training:  # without what their own ``eval`` may do
-                layer.training = False
-            self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, is_cut, call, length, rows)
-            for layer in training:
-                layer.training = True
+            with torch.no_grad(), _in_evaluation(network):
+                self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, is_cut, call, length, rows)
         if self._can_cut[case]:
             return rows, cut(arguments, is_cut, rows)
         if self._is_given:
@@ -104,7 +100,6 @@ def cut(arguments: Arguments, is_cut: list[bool], rows: Tensor) -> Any:
     )
 
 
-@torch.no_grad()
 def _is_same_by_rows(arguments: Arguments, is_cut: list[bool], call: Call, length: int, rows: Tensor) -> bool:
     """Whether the logits of rows in a part of the batch are those in the whole batch.
 
@@ -123,3 +118,16 @@ def _is_same_by_rows(arguments: Arguments, is_cut: list[bool], call: Call, lengt
     except Exception:  # whatever a model raises for a batch that it was not made for
         return False
     return True
+
+
+@contextmanager
+def _in_evaluation(module: nn.Module) -> Iterator[None]:
+    """Put layers into evaluation mode for a while, without what their own ``eval`` may do."""
+    training = [layer for layer in module.modules() if layer.training]
+    try:
+        for layer in training:
+            layer.training = False
+        yield
+    finally:
+        for layer in training:
+            layer.training = True

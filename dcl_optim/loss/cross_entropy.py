@@ -81,6 +81,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,7 @@ MAX_SHIFT = 0.1  # of the form's smoothing, by which that of a batch may differ
 PRIOR = 2.0  # of the form's own smoothing, as a measurement
 RIDGE = 1e-4  # of the number of rows, which decides where float32 leaves no digits of w
 
+Norm = Callable[[Tensor], Tensor]
 PART = 2**18  # numbers of which a CPU's norm in float32 is wrong by at most 0.03 %; of 8M by 0.8 %
 
 
@@ -160,46 +162,34 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     norm = torch.linalg.vector_norm if z.numel() <= PART else _norm_by_rows
     num_rows, num_classes = z.shape
     smoothing = max(form.smoothing, 0.0)
-    roundoff = _roundoff_of(z.dtype, g.dtype)
+    tolerance = tolerance_of(z.dtype, g.dtype)
+    varies = smoothing > 0.0 and (min(z.dtype.itemsize, g.dtype.itemsize) < 4 or num_classes > FEW)
     half_step = _half_step(g.dtype)
+    rounding = rounding_of(form.in_float32, z.dtype, num_classes)
     g = wide(g)
     # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
     live = (g.amin(1) if form.smoothing == LOG else g.amax(1)).ne_(0.0)
     num_live = live.sum()
     p = _probabilities(form, z)
     whole = norm(g)
-    has_shift = smoothing > 0.0 and (roundoff > _roundoff_of(torch.float32) or num_classes > FEW)
     if smoothing:
-        p.sub_(smoothing / num_classes).mul_(live.unsqueeze(1))  # r, but for the labels' entries
-        a = _median_ratio(p, g)
-    if smoothing and not has_shift:
-        left = torch.addcmul(g, p, a, value=-1.0, out=p)
-        y = left.argmin(1)
-        left.scatter_(1, y.unsqueeze(1), 0.0)  # it follows from the others, as rows sum to 0
+        y, scale, rest = _read_smoothing(p, g, live, num_live, smoothing, norm, varies)
     else:
-        # Of entries that are all zero, as of a certain label, the likeliest.
-        y = _labels(p, g, torch.maximum(a, 3.0 * g.amax())) if smoothing else torch.add(g, p, alpha=-TINY).argmin(1)
-        r = p.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add").mul_(live.unsqueeze(1))  # p - q
-        a, along = _slope(g, r, y, norm(r), num_live) if smoothing else (whole / norm(r), num_live)
-        left = torch.addcmul(g, r, a, value=-1.0, out=r)
-    scale = a * num_live
-    rest = norm(left)  # nan if no row is live
-    if has_shift:  # without what another smoothing explains
-        most = MAX_SHIFT * smoothing
-        shift = (along / (scale * (1.0 - 1.0 / num_classes))).clamp_(-most, most)
-        rest = torch.addcmul(rest.square(), along, shift * a, value=-1.0).clamp_(min=0.0).sqrt_()
-    excess = torch.sub(rest, whole, alpha=max(TOLERANCE, roundoff))
+        y = torch.add(g, p, alpha=-TINY).argmin(1)  # of entries that are all zero, as of a certain label, the likeliest
+        r = p.scatter_(1, y.unsqueeze(1), -1.0, reduce="add").mul_(live.unsqueeze(1))  # p - q
+        a = whole / norm(r)
+        scale = a * num_live
+        rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))  # nan if no row is live
+    excess = torch.sub(rest, whole, alpha=tolerance)
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
     least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
-    limit = torch.addcdiv(
-        excess, least_scale, num_live, value=-rounding_of(form.in_float32, z.dtype, num_classes) * math.sqrt(num_rows)
-    )
+    limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
     fits = limit <= half_step * (2.0 * num_classes if smoothing else math.sqrt(num_classes)) * math.sqrt(num_rows)
     if form.smoothing == LOG:
         fits = fits & ((torch.logsumexp(wide(z), 1) * live).abs() <= NORMALIZED).all()
     # A comparison with a number makes a tensor of it first.
-    told = fits if has_shift else excess <= constant(0.0, z.device)
+    told = fits if varies else excess <= constant(0.0, z.device)
     scale = torch.where(told, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
         y = torch.where(torch.logical_and(live, fits), y, constant(num_classes, z.device))
@@ -251,6 +241,35 @@ def _probabilities(form: Form, z: Tensor) -> Tensor:
     if form.in_float32:
         return torch.softmax(z, 1, dtype=dtype)
     return wide(torch.log_softmax(z, 1)).exp_()
+
+
+def _read_smoothing(
+    p: Tensor, g: Tensor, live: Tensor, num_live: Tensor, smoothing: float, norm: Norm, varies: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The labels, s, and the norm of what is left of g; nan where no row is live. It writes to p.
+
+    Where the smoothing varies, that of the batch may be another one than the form's.
+    """
+    num_classes = p.shape[1]
+    r = p.sub_(smoothing / num_classes).mul_(live.unsqueeze(1))  # but for the labels' entries
+    a = _median_ratio(r, g)
+    if not varies:
+        left = torch.addcmul(g, r, a, value=-1.0, out=r)
+        y = left.argmin(1)
+        return (
+            y,
+            a * num_live,
+            norm(left.scatter_(1, y.unsqueeze(1), 0.0)),
+        )  # it follows from the others, as rows sum to 0
+    y = _labels(r, g, torch.maximum(a, 3.0 * g.amax()))
+    r.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add").mul_(live.unsqueeze(1))  # p - q
+    a, along = _slope(g, r, y, norm(r), num_live)
+    rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))
+    scale = a * num_live
+    most = MAX_SHIFT * smoothing
+    shift = (along / (scale * (1.0 - 1.0 / num_classes))).clamp_(-most, most)
+    # Without what another smoothing explains:
+    return y, scale, torch.addcmul(rest.square(), along, shift * a, value=-1.0).clamp_(min=0.0).sqrt_()
 
 
 def _slope(g: Tensor, r: Tensor, y: Tensor, length: Tensor, num_live: Tensor) -> tuple[Tensor, Tensor]:

@@ -174,21 +174,26 @@ class LossReader:
         readings = {form: self._read_by(form, forward, gradient, dim, None) for form in forms}
         form = best(readings)
         if self.form is None and not tells:
-            if form is None:
-                self._certain = []
-                return None
-            if is_rounding(readings[form], z, g):
-                self.unread = Unread.ROUNDING
-            else:
-                self._certain.append(is_beyond_doubt(form, z, g))
-                self.is_certain = any(self._certain) and (len(self._certain) >= PATIENCE or each_row_fits(form, z, g))
+            self._look_at_certain(form, readings, z, g)
             if not self.is_certain:
-                self.unread = self.unread or Unread.NOTHING
                 return None
         if form is None:
             return None
         self.form = form
         return readings[form]
+
+    def _look_at_certain(self, form: Form | None, readings: dict[Form, Reading], z: Tensor, g: Tensor) -> None:
+        """Note whether the first batches, of which the model is certain, show a form beyond doubt; else why not."""
+        if form is None:
+            self._certain = []
+            return
+        if is_rounding(readings[form], z, g):
+            self.unread = Unread.ROUNDING
+        else:
+            self._certain.append(is_beyond_doubt(form, z, g))
+            self.is_certain = any(self._certain) and (len(self._certain) >= PATIENCE or each_row_fits(form, z, g))
+        if not self.is_certain:
+            self.unread = self.unread or Unread.NOTHING
 
     def count(self) -> None:
         """Count the unread gradients of those that were noted. Synchronizes."""

@@ -83,7 +83,11 @@ map_tensors: Callable[[Callable[[Tensor], Any], Any], Any] = functools.partial(p
 
 # The same for everything in nested containers, also for a container that torch's pytree does not know.
 map_leaves = pytree.tree_map
-leaves_in = pytree.tree_leaves  # in a list
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """All tensors in nested containers."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def frames_of(module: str) -> Iterator[FrameType]:

@@ -85,7 +85,7 @@ def _inside(output: Any) -> Any:
 
 
 def shapes_of_others(output: Any, z: Tensor) -> list[torch.Size]:
-    """The shapes of the tensors beside z in a tuple or list that may be the logits; none if a field has that name."""
+    """The shapes of other tensors than z in a tuple or list that may be the logits; none if a field has that name."""
     if not isinstance(output, (tuple, list)) or hasattr(output, "logits"):
         return []
     return [item.shape for item in output if isinstance(item, Tensor) and item.requires_grad and item is not z]
