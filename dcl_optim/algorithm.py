@@ -210,8 +210,8 @@ class Algorithm:
         if forward.outcome is Outcome.RELEASED:
             self.guards.step_is_over()
             return False
-        if is_another and self.last is not None:  # until its loss is read
-            self.last = self.last._replace(penalty=functools.partial(float, "nan"))
+        if is_another:
+            self.last = None  # until its loss is read
         progress.stage = Stage.GRADIENTS
         return True
 
@@ -340,9 +340,10 @@ class Algorithm:
         return losses[0] if losses else None
 
     @outside_compiled_graphs
-    def end_step(self) -> None:
-        """Both networks have stepped."""
+    def learn(self) -> None:
+        """Let the forecaster learn, now that the model has stepped, and begin the next step."""
         progress = self.progress
+        self.forecaster.learn(self.alpha(progress.number))
         progress.end()  # now no forward pass of this step keeps a tensor
         if progress.stage is not Stage.GRADIENTS:
             self.last = None  # that of an older batch

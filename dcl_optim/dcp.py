@@ -96,7 +96,6 @@ class DCPOptimizer(ForecastOptimizer):
     """
 
     _name = "DCPOptimizer"
-    _prototypes = Prototypes
     forecaster: Prototypes
 
     def __init__(
@@ -118,13 +117,10 @@ class DCPOptimizer(ForecastOptimizer):
             raise ValueError(f"update={update!r} is unknown; choose one of {', '.join(UPDATES)}")
         chosen = resolve_distance(distance)
 
-        def make_prototypes() -> Prototypes:
-            return self._prototypes(given, update, chosen, model, DataParallelGroup(model, process_group))
-
         super().__init__(
             base_optimizer,
             model,
-            make_prototypes,
+            lambda: Prototypes(given, update, chosen, model, DataParallelGroup(model, process_group)),
             weight=weight,
             alpha=alpha,
             logits=logits,

@@ -115,9 +115,7 @@ class ForecastOptimizer(OptimizerWrapper):
         else:
             algorithm.before_step()
             result = self.base.step()  # θ, by the gradients of Equation 2
-        alpha = algorithm.alpha(algorithm.progress.number)
-        self.forecaster.learn(alpha)  # ω, by those of Equation 4; or the prototypes
-        algorithm.end_step()
+        algorithm.learn()  # ω, by those of Equation 4; or the prototypes
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -169,8 +167,8 @@ class ForecastOptimizer(OptimizerWrapper):
         Once there was a batch, the keys stay while the settings do.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale``
-        (what the loss was multiplied by; with the term what the term was) of the last backward pass, nan after a step
-        without one; ``skipped`` (forward passes since the optimizer was made that the line gave no penalty, and steps
+        (what the loss was multiplied by; with the term what the term was) of the last backward pass, nan if its loss was
+        not read, and after a step without one; ``skipped`` (forward passes since the optimizer was made that the line gave no penalty, and steps
         without a term where others have one); with an automatic weight and more than ten classes ``train_accuracy``.
 
         Args:

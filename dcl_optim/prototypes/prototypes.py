@@ -16,7 +16,6 @@ from dcl_optim.progress import Forward
 from dcl_optim.prototypes.labels import classes_of
 from dcl_optim.prototypes.tally import NEVER, State, Tally, learn_, learn_fit_, new_state
 from dcl_optim.pytorch.arguments import check_state
-from dcl_optim.pytorch.internals import outside_compiled_graphs
 from dcl_optim.pytorch.ranks import DataParallelGroup
 
 UPDATES = ("rows", "batch")
@@ -193,7 +192,6 @@ class Prototypes(Forecaster):
         if predicted is not None:
             tally.num_right = tally.num_right + (predicted == classes_of(labels.rows)).sum(dtype=values.dtype)
 
-    @outside_compiled_graphs
     def learn(self, alpha: float) -> None:
         has_ranks = self._group.size > 1 and self._all_know_classes()
         if not self.num_classes:
