@@ -114,6 +114,7 @@ class Guards:
 
     def gradient_read(self, forward: Forward, labels: Labels | None) -> None:
         """Refuse labels that are the rows' places; warn of several logits, of probabilities, and of certain rows."""
+        self._reading_guard.num_gradients += 1
         if self._reader.is_certain:
             self._reading_guard.gradient_came(forward, self._reader)
         if forward.shape in forward.shapes_of_others:

@@ -10,7 +10,7 @@ from dcl_optim.loss.reader import PATIENCE, LossReader, Unread
 from dcl_optim.progress import Forward, Outcome
 from dcl_optim.pytorch.internals import warn
 
-TRUSTED = 100  # steps, after which unread batches are told of again
+TRUSTED = 100  # steps, after which a loss is what it showed, and unread batches are told of again
 UNREADABLE = (
     "{name} cannot read {what} from the loss's gradient, which is not that of a plain softmax cross-entropy over the "
     "model's logits.\n  Seen: {seen}.\n  Fix: {fix}. See docs/losses.md"
@@ -54,6 +54,8 @@ class ReadingGuard:
         self._what = "the labels" if reads_labels else "the factor"
         self._num_silent = 0  # gradients that told nothing, before a form was known
         self._num_said = 0  # unread gradients of which the last warning told
+        self._num_before = 0  # unread gradients before a form was known
+        self.num_gradients = 0  # since then
         self._has_said_certain = False
 
     def gradient_came(self, forward: Forward, reader: LossReader) -> None:
@@ -64,15 +66,26 @@ class ReadingGuard:
         if reader.unread is None:
             return
         if reader.form is None:
+            self._num_before = reader.num_skipped
             if reader.unread is Unread.ROUNDING:
                 return
             self._num_silent += 1
             if reader.unread is not Unread.NOTHING or self._num_silent >= PATIENCE:
                 raise RuntimeError(self._message(forward, reader.unread))
-        elif forward.outcome is Outcome.OPEN and self._is_news(forward, reader.num_skipped):
+            return
+        if forward.outcome is not Outcome.OPEN:  # the forecaster has learned from another loss of these logits
+            return
+        self.num_gradients += 1
+        if forward.step_number <= TRUSTED and self._are_most(reader.num_skipped - self._num_before):
+            raise RuntimeError(self._message(forward, reader.unread))
+        if self._is_news(forward, reader.num_skipped):
             so_far = f", {reader.num_skipped} so far" if self._num_said else ""
             self._num_said = reader.num_skipped
             warn(f"a batch gets no penalty{so_far}: {self._message(forward, reader.unread)}")
+
+    def _are_most(self, num_unread: int) -> bool:
+        """Whether three of four gradients are unread: all losses are alike where the first logits are."""
+        return num_unread >= max(PATIENCE, 0.75 * self.num_gradients)
 
     def _is_news(self, forward: Forward, num_skipped: int) -> bool:
         """Whether this is the first unread gradient, or the number has doubled."""

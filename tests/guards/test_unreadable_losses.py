@@ -56,3 +56,34 @@ def test_a_loss_that_cannot_be_read_is_an_error_with_what_was_seen_and_the_term(
     assert len(str(caught.value).splitlines()) == 3
     assert all(parameter.grad is None for parameter in model.parameters())
     assert (optimizer.logs()["step"], optimizer.prototypes.numel()) == (0, 0)
+
+
+def focal(z, y):
+    nll = F.cross_entropy(z, y, reduction="none")
+    return ((1 - nll.neg().exp()) ** 2 * nll).mean()
+
+
+@pytest.mark.parametrize(("share", "ends"), [(1, True), (2, False)], ids=["each batch", "each second batch"])
+def test_a_head_of_zeros_shows_what_the_loss_is_later(share, ends):
+    """While all predictions are alike, a focal loss has the gradient of a plain cross-entropy."""
+    torch.manual_seed(0)
+    model = mlp()
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    optimizer = DCPOptimizer(sgd(model), model)
+    x, y = one()
+
+    def train(number):
+        for step in range(number):
+            optimizer.zero_grad()
+            (F.cross_entropy if step % share else focal)(model(x), y).backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="a batch gets no penalty") as said:
+        train(20)
+        assert (len(said), optimizer.logs()["skipped"]) == (1, 20 // share - 1)
+        if not ends:
+            train(40)
+            return
+        with pytest.raises(RuntimeError, match="rows have different factors"):
+            train(1)
