@@ -9,7 +9,7 @@ resumption is in tests/examples.
 | a resumed run is the uninterrupted one | Lightning, Trainer, Accelerate, timm, Schedule-Free, DeepSpeed |
 | half precision | Accelerate, timm's scaler, DeepSpeed |
 | two processes are one | Lightning, DeepSpeed |
-| schedulers drive both networks | timm, Lightning |
+| schedulers drive both networks | Lightning |
 | the term with mixed labels | timm |
 | logging | TensorBoard, Weights and Biases, Lightning, Trainer |
 """

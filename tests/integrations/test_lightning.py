@@ -7,7 +7,6 @@ from tests.helpers import assert_same, linear_growth, running_average
 from tests.integrations import EACH_METHOD, differ
 from tests.integrations.lightning_modules import (
     QUIET,
-    CallsItself,
     Classifier,
     by_hand,
     fit,
@@ -47,17 +46,3 @@ def test_automatic_optimization_is_the_hand_written_loop_bit_for_bit(loop, metho
     if loop == "accumulation":
         assert ours.logs()["loss_scale"] == pytest.approx(1 / 3, rel=1e-12)
         assert ours.logs()["step"] == 2 * 3, "batches 3, 6 and the last one, in two epochs"
-
-
-# ---- which object to wrap -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("wrapped", ["self", "net"])
-def test_where_training_step_calls_self_both_self_and_its_network_can_be_wrapped(wrapped):
-    module, net = CallsItself(wrapped, network()), network()
-    companion, theirs = fit(module).companion, by_hand("dcl", net)
-    assert_same(module.net, net)
-    assert_same(companion.net if wrapped == "self" else companion, theirs.companion)
-    if wrapped == "self":
-        assert companion._trainer is None
-        assert module.trainer is not None

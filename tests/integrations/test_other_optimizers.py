@@ -7,8 +7,6 @@ import pytest
 import pytorch_optimizer
 import timm.optim
 import torch
-import torch.nn.functional as F
-from pytorch_optimizer.base.exception import NoClosureError
 
 from tests.helpers import (
     assert_same,
@@ -139,24 +137,6 @@ def test_a_base_that_is_built_from_a_module_trains_the_companion_as_one_built_fr
     hand = train_by_hand(mlp(), make, batches(14), **SETTINGS)
     assert_same(hand, (model, optimizer.companion), atol=1e-9)
     assert is_moved(optimizer.companion)
-
-
-def test_a_base_that_steps_with_a_closure_only_is_refused_with_the_fix():
-    model = mlp()
-    optimizer = wrap(model, pytorch_optimizer.AliG(model.parameters(), max_lr=0.1))
-
-    def step():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step(lambda: float(loss))
-
-    ((x, y),) = batches(1)
-    step()
-    with pytest.raises(NoClosureError, match=r"AliG requires closure") as caught:
-        step()
-    if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
-        assert "pass companion_optimizer=" in caught.value.__notes__[0]
 
 
 WRAPPERS = {

@@ -8,21 +8,18 @@ import schedulefree
 import torch
 import torch.nn.functional as F
 
-from dcl_optim import DCPOptimizer
 from dcl_optim.distances import mse
 from tests.helpers import (
-    CLASSES,
     assert_same,
     assert_same_networks,
     batch_norm_net,
     batches,
     fit,
     mlp,
-    sgd,
     through_a_file,
 )
 from tests.helpers import wrap as wrap_dcl
-from tests.reference import assert_same_training, by_hand, dcl_step, dcp_step, train_by_closures, wrap
+from tests.reference import assert_same_training, by_hand, dcl_step, train_by_closures, wrap
 
 WEIGHT = 0.4
 SETTINGS = {
@@ -85,30 +82,6 @@ def test_a_run_resumed_from_a_checkpoint_in_eval_mode_is_the_uninterrupted_one_b
     second.train()
     fit(second, data[4:])
     assert_same_networks(optimizer, second)
-
-
-@PER_NAME
-def test_prototypes_beside_a_schedule_free_optimizer_are_as_written_out(name):
-    hand, model = mlp(), mlp()
-    base = make(name, hand.parameters())
-    optimizer = DCPOptimizer(make(name, model.parameters()), model, weight=1.0, alpha=0.6)
-    prototypes = {}
-    numbers = {}
-    for x, y in batches(6):
-        switch("train", base, optimizer)
-        dcp_step(hand, prototypes, base, x, y, F.cross_entropy, mse, numbers=numbers)
-        fit(optimizer, [(x, y)])
-        switch("eval", base, optimizer)
-    assert_same(hand, model, atol=1e-8)
-    assert_same(optimizer.prototypes, torch.stack([prototypes[k] for k in range(CLASSES)]), atol=1e-8)
-
-
-@pytest.mark.parametrize("wrapper", [schedulefree.ScheduleFreeWrapper, schedulefree.ScheduleFreeWrapperReference])
-def test_schedulefrees_wrapper_is_no_optimizer_and_is_refused(wrapper):
-    model = mlp()
-    base = wrapper(sgd(model))
-    with pytest.raises(TypeError, match=r"must be a torch\.optim\.Optimizer instance, got ScheduleFreeWrapper"):
-        wrap_dcl(model, base)
 
 
 CLOSURES = {

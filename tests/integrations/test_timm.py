@@ -1,6 +1,5 @@
 """timm: its models, and the pieces of its training script, around the wrapped optimizer."""
 
-import copy
 from itertools import product
 
 import numpy as np
@@ -17,11 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCPOptimizer
-from dcl_optim.distances import mse
 from tests.helpers import assert_same, assert_same_networks, cells, every, fit
 from tests.helpers import wrap as wrap_dcl
 from tests.integrations.timm_models import CLASSES, MODELS, VIT, adamw, create, images
-from tests.reference import CLOSE, EACH, assert_same_training, by_hand, dcl_step, end, term_of, train_by_hand, wrap
+from tests.reference import CLOSE, EACH, assert_same_training, by_hand, end, term_of, train_by_hand, wrap
 
 WEIGHT = 0.3
 
@@ -38,32 +36,6 @@ def test_a_model_with_random_depth_trains_as_the_algorithm_written_out(name):
     torch.manual_seed(5)
     fit(optimizer, images(3))
     assert_same(hand, (model, optimizer.companion), atol=1e-8)
-
-
-# ---- optimizer factory and scheduler ---------------------------------------------------------------------------------
-
-
-def cosine(optimizer):
-    return timm.scheduler.CosineLRScheduler(
-        optimizer, t_initial=8, warmup_t=2, warmup_lr_init=1e-5, lr_min=1e-6, t_in_epochs=False, noise_range_t=None
-    )
-
-
-def test_timms_scheduler_drives_both_networks_through_layer_decay():
-    by_hand, model = create(drop_path_rate=0.0, patch_drop_rate=0.0), create(drop_path_rate=0.0, patch_drop_rate=0.0)
-    companion = copy.deepcopy(by_hand)
-    base, second = adamw(by_hand), adamw(companion)
-    optimizer = wrap_dcl(model, adamw(model), weight=WEIGHT)
-    first, other, ours = (cosine(each) for each in (base, second, optimizer))
-    for update, (x, y) in enumerate(images(6), start=1):
-        dcl_step(by_hand, companion, base, second, x, y, F.cross_entropy, mse, weight=WEIGHT)
-        fit(optimizer, [(x, y)])
-        for scheduler in (first, other, ours):
-            scheduler.step_update(num_updates=update)
-        rates = [[group["lr"] for group in each.param_groups] for each in (base, optimizer)]
-        assert rates[0] == rates[1]
-        assert len(set(rates[1])) > 2
-    assert_same((by_hand, companion), (model, optimizer.companion), atol=1e-8)
 
 
 # ---- the training loop -----------------------------------------------------------------------------------------------
