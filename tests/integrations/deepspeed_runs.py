@@ -16,8 +16,6 @@ import deepspeed.comm.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.state import AcceleratorState, GradientState
 from deepspeed.utils import safe_get_full_fp32_param
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
@@ -162,32 +160,6 @@ def companion(stage, dtype, way):
     return {"weights": run.weights(), "companion": run.optimizer.companion.state_dict()}
 
 
-def accelerated(stage, dtype, way):
-    """Train as Accelerate's examples do, by two micro-batches a step."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2, gradient_clipping=0.5)
-    plugin.deepspeed_config |= {"train_micro_batch_size_per_gpu": 8 // dist.get_world_size(), "train_batch_size": 16}
-    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="bf16" if dtype == "bf16" else "no")
-    run = Run.__new__(Run)
-    run.stage, run.way, run.model, run.hand = stage, way, mlp(dtype=torch.float32), Prototypes()
-    run.optimizer = torch.optim.SGD(parameters(run.model, 2), lr=0.2, momentum=0.9)
-    if way == "term":
-        run.optimizer = DCPOptimizer(run.optimizer, run.model, weight=WEIGHT, process_group=dist.group.WORLD)
-    model, optimizer = accelerator.prepare(run.model, run.optimizer)
-    for x, y in batches(STEPS, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32):
-        own = (part.chunk(dist.get_world_size())[dist.get_rank()].chunk(2) for part in (x, y))
-        for inputs, labels in zip(*own, strict=True):
-            with accelerator.accumulate(model):
-                z = model(inputs)
-                accelerator.backward(F.cross_entropy(z.float(), labels) + run.term(z, labels))
-                optimizer.step()
-                optimizer.zero_grad()
-        if way == "hand":
-            run.hand.step()
-    return run.end()
-
-
 def cells(folder):
     """All runs, by name."""
     for stage in range(4):
@@ -200,9 +172,6 @@ def cells(folder):
         yield f"{stage} further", Run(stage, "fp32", "term", zero=zero).train().end()
         for way in ("hand", "line", "term") if stage else ():  # stage 0 in float32 has no overflow
             yield f"{stage} overflow {way}", Run(stage, "bf16", way).train(overflows=2).end()
-    for stage, dtype in ((0, "fp32"), (2, "bf16"), (3, "fp32")):
-        for way in ("hand", "term"):
-            yield f"accelerate {stage} {dtype} {way}", accelerated(stage, dtype, way)
     yield "warnings auto", warnings_of(process_group="auto")
     yield "warnings none", warnings_of(process_group=None)
     yield "warnings given", warnings_of()
