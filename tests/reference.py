@@ -339,7 +339,7 @@ class HandDCL(_Hand):
         torch.set_rng_state(after)
 
     def penalty(self, z: Tensor) -> Tensor:
-        ((seen, c),) = [(seen, c) for output, seen, c in self._outputs if torch.equal(output, z)]
+        *_, (seen, c) = [(seen, c) for output, seen, c in self._outputs if torch.equal(output, z)]
         return self.term(F.mse_loss(seen, c.detach()), F.mse_loss(c, companions_target(seen, c, ALPHA)))
 
     def learn(self) -> None:

@@ -1,28 +1,16 @@
 """The mixed precision example against itself in float32 on whole batches; the distributed one under torchrun."""
 
-import os
 import runpy
 import shutil
-import subprocess
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 import torch
 
 from examples import distributed, mixed_precision
 from tests.helpers import assert_same, on_two_ranks
-
-ROOT = Path(__file__).parents[2]
-
-
-def execute(*command):
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, *map(str, command)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=one_thread, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from tests.project.test_own_script import ROOT, execute
 
 
 def test_mixed_precision_as_a_script(monkeypatch, capsys):
@@ -44,7 +32,8 @@ os._exit(0)
 """
 
 
-def test_distributed_as_a_script(tmp_path):
+def test_distributed_as_a_script(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = tmp_path / "as_it_is.py"
     script.write_text(AS_IT_IS)
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)

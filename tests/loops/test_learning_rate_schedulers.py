@@ -22,12 +22,8 @@ BASES = {
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda t, g=g: 0.9 ** (t * (g + 1)) for g in range(groups_of(o))]),
     "StepLR": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [lr_scheduler.ConstantLR(o, 0.1, 3), lr_scheduler.ExponentialLR(o, 0.9)], [3]
-    ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.ExponentialLR(o, 0.9)]
     ),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),

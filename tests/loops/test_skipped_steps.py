@@ -2,7 +2,6 @@
 
 import copy
 import signal
-import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -10,40 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers import (
-    CLASSES,
-    FEATURES,
-    assert_same,
-    backward,
-    batches,
-    mlp,
-    one,
-    training_forwards,
-)
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, mlp, one
 from tests.reference import EACH, EACH_WAY, VARIANTS, assert_same_training, loss_of, wrap
 
 # ---- batches that no step takes --------------------------------------------------------------------------------------
-
-
-def test_forward_without_backward_never_trains_the_companion_and_frees_its_memory():
-    with_extra = []
-    for use in (False, True):
-        model = mlp()
-        optimizer = wrap("dcl", model)
-        forwards = training_forwards(optimizer)
-        for x, y in batches(5):
-            optimizer.zero_grad()
-            if use:
-                extra = model(x + 1.0)  # training mode, never followed by a backward
-                forward = forwards[-1]
-                graph = weakref.ref(forward().prediction.logits)
-                del extra
-                assert forward() is None
-                assert graph() is None
-            backward(model, x, y)
-            optimizer.step()
-        with_extra.append(optimizer)
-    assert_same_training(*with_extra)
 
 
 @pytest.mark.parametrize("cleared", ["before the forward pass", "before the backward pass"])

@@ -48,13 +48,6 @@ def micro_batches(model, x, y, term):
         (factor * (F.cross_entropy(z, labels) + term(z, labels))).backward()
 
 
-def large_factor(model, x, y, term):
-    z = model(x)
-    (2.0**16 * (F.cross_entropy(z, y) + term(z, y))).backward()
-    for parameter in model.parameters():
-        parameter.grad /= 2.0**16
-
-
 def r_drop(model, x, y, term):
     """The model draws other dropout masks in its second forward pass."""
     first, second = model(x), model(x)
@@ -122,12 +115,6 @@ def tokens(model, x, y, term):
     (F.cross_entropy(z, labels) + term(z, labels, returned)).backward()
 
 
-def temperature(model, x, y, term):
-    returned = model(x)
-    z = returned / 0.5
-    (F.cross_entropy(z, y) + term(z, y, returned)).backward()
-
-
 def masked(model, x, y, term):
     returned = model(x)
     z, labels = returned.masked_fill(torch.arange(CLASSES) == 1, -torch.inf), y.masked_fill(y == 1, 0)
@@ -157,7 +144,6 @@ def main_head(output):
 BOTH, TERM = ("term", "line"), ("term",)
 STEPS_OF = {
     micro_batches: (mlp, BOTH, BOTH),
-    large_factor: (mlp, BOTH, BOTH),
     r_drop: (dropout_net, TERM, TERM),
     siamese: (mlp, TERM, TERM),
     two_tasks: (TwoHeads, BOTH, BOTH),
@@ -167,7 +153,6 @@ STEPS_OF = {
     classes_last: (shaped(2, 2, CLASSES), ("line",), BOTH),
     mixup_by_two_terms: (mlp, TERM, TERM),
     tokens: (shaped(4, CLASSES), BOTH, BOTH),
-    temperature: (mlp, TERM, TERM),
     masked: (mlp, TERM, TERM),
     one_output: (shaped(), TERM, ()),
 }
