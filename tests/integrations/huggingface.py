@@ -8,9 +8,10 @@ from transformers import (
 )
 
 CLASSES, WORDS, LENGTH = 3, 40, 10
+ROWS = 4  # of a micro-batch
 
 
-def text_classifier(dropout=0.0, classes=CLASSES):
+def text_classifier(dropout=0.0):
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=WORDS,
@@ -19,17 +20,17 @@ def text_classifier(dropout=0.0, classes=CLASSES):
         num_attention_heads=2,
         intermediate_size=32,
         max_position_embeddings=LENGTH,
-        num_labels=classes,
+        num_labels=CLASSES,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
     return BertForSequenceClassification(config)
 
 
-def sentences(number=24, labels=None):
+def sentences(number=24):
     draw = torch.Generator().manual_seed(1)
     words = torch.randint(1, WORDS, (number, LENGTH), generator=draw)
-    labels = torch.randint(CLASSES, (number,), generator=draw) if labels is None else labels
+    labels = torch.randint(CLASSES, (number,), generator=draw)
     return [{"input_ids": row, "labels": label} for row, label in zip(words, labels, strict=True)]
 
 
@@ -46,4 +47,4 @@ def texts_to_continue(number=24):
 def arguments(folder, **options):
     quiet = {"report_to": [], "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
     plain = {"use_cpu": True, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "num_train_epochs": 2}
-    return TrainingArguments(str(folder), per_device_train_batch_size=4, **(quiet | plain | options))
+    return TrainingArguments(str(folder), per_device_train_batch_size=ROWS, **(quiet | plain | options))

@@ -33,11 +33,11 @@ METHODS = {
 }
 
 
-def adapted(method, dropout=0.0):
+def adapted(method):
     torch.manual_seed(0)
     config = METHODS[method]()
     config.task_type = "SEQ_CLS"
-    return get_peft_model(text_classifier(dropout), config)
+    return get_peft_model(text_classifier(), config)
 
 
 class Logits(nn.Module):

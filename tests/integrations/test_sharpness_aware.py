@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.optim.lr_scheduler import StepLR
 
 from dcl_optim import DCLOptimizer
-from tests.helpers import MODELS, assert_same, batches, every, mlp
+from tests.helpers import MODELS, batches, every, mlp
 from tests.reference import VARIANTS, assert_same_training, by_hand, loss_of, term_of, wrap
 
 

@@ -1,13 +1,11 @@
 """What Trainer does, written out in plain PyTorch: its micro-batches, factors on the loss, clipping and schedule."""
 
 import torch
-from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, default_data_collator, get_constant_schedule
+from torch import nn
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 from tests.integrations import wrap
-from tests.integrations.huggingface import arguments
-
-Batch = dict[str, Tensor]
+from tests.integrations.huggingface import ROWS, arguments
 
 # Third parties' own: pinned memory without a GPU, and what transformers and peft say to each other.
 QUIET = (
@@ -20,12 +18,12 @@ QUIET = (
 class Tape(TrainerCallback):
     """Collates, and keeps each update's micro-batches and random state, so that a loop by hand can repeat them."""
 
-    def __init__(self, size=4):
-        self._size, self._fetched, self.steps = size, [], []
+    def __init__(self):
+        self._fetched, self.steps = [], []
 
     def __call__(self, rows):
         batch = default_data_collator(rows)
-        if len(rows) == self._size:  # an evaluation's batches have another size
+        if len(rows) == ROWS:  # an evaluation's batches have another size
             self._fetched.append(batch)
         return dict(batch)
 
@@ -71,21 +69,14 @@ def items_of(batches):
     return sum((part[..., 1:] if part.ndim > 1 else part).ne(-100).sum() for part in labels)
 
 
-def loss_inside(model, batch, items):
-    return model(**batch, num_items_in_batch=items).loss
-
-
-def repeat(model, optimizer, updates, *, loss_of=loss_inside, clip=None, scheduler=None):
+def repeat(model, optimizer, updates, clip, scheduler):
     """Trainer's loop around an optimizer of ours."""
-    scheduler = scheduler or get_constant_schedule(optimizer)
     model.train()
     for batches, state in updates:
         torch.set_rng_state(state)
         for batch in batches:
-            loss_of(model, batch, items_of(batches)).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            model(**batch, num_items_in_batch=items_of(batches)).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return optimizer

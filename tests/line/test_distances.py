@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from dcl_optim import DCPOptimizer, distances
 from dcl_optim.penalty.distances import DISTANCES, companion_target
@@ -233,38 +232,6 @@ def test_a_prediction_that_is_not_finite_has_no_gradient_that_spoils_the_models(
     """That of a companion that has diverged."""
     z, c = random_rows()
     assert by_rows(FUNCTIONS[name], z, c.index_fill(0, torch.tensor([1]), NAN)).slope.isfinite().all()
-
-
-class Masked(nn.Module):
-    """Its last two classes are masked, as a vocabulary is padded, or left out altogether."""
-
-    def __init__(self, masked):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, CLASSES + 2)).double()
-        self.masked = masked
-
-    def forward(self, x):
-        z = self.net(x)
-        return torch.cat([z[:, :CLASSES], z[:, CLASSES:] - INF], 1) if self.masked else z[:, :CLASSES]
-
-
-@EACH
-@pytest.mark.parametrize("name", ["mse", "l1", "kl", "infonce"])
-def test_a_masked_model_trains_as_one_of_its_other_classes(name, variant):
-    """Where the mean is over all classes, the weight makes up for it, and so does the companion's learning rate; all
-    rows are near each other, as seen by mse."""
-    found = []
-    share = CLASSES / (CLASSES + 2) if name in ("mse", "l1") else 1.0
-    for masked, weight, lr_scale in ((0, 0.5 * share, share), (2, 0.5, 1.0)):
-        model = Masked(masked)
-        options = {"companion_lr_scale": lr_scale} if variant == "dcl" else {}
-        optimizer = wrap(variant, model, weight=weight, alpha=0.4, distance=name, **options)
-        fit(optimizer, batches(12))
-        own = optimizer.companion.net.state_dict() if variant == "dcl" else optimizer.prototypes[:CLASSES, :CLASSES]
-        penalty = torch.tensor(weight * optimizer.logs()["penalty"], dtype=torch.float64)
-        found.append((model.net.state_dict(), own, penalty))
-    assert_same(*found, rtol=1e-7, atol=1e-9)
 
 
 # ---- batches without rows --------------------------------------------------------------------------------------------
