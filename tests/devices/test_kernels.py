@@ -18,6 +18,7 @@ from benchmarks.methods import METHODS as ROWS
 from benchmarks.methods import companion_learning, companion_prototype
 from dcl_optim import DCPOptimizer
 from tests.devices.on_device import answers, needs_device
+from tests.reference import train
 
 pytestmark = needs_device
 SYNC_STEP, COUNTED = 4, 3  # the step that may read values, after which steps are counted
@@ -74,10 +75,7 @@ def waits_of_the_term(device, num_classes, is_soft):
     y = (F.one_hot(y, num_classes).float() if is_soft else y).to(device)
     for _ in range(3):
         with counted() as counts:
-            optimizer.zero_grad()
-            z = model(x)
-            (F.cross_entropy(z, y) + optimizer.penalty(z, y)).backward()
-            optimizer.step()
+            train(optimizer, [(x, y)], loss=F.cross_entropy)
     return counts.synchronizations.total()
 
 

@@ -10,6 +10,9 @@ from torch import nn
 
 from dcl_optim import AutoWeight, DCPOptimizer
 from tests.helpers import Logits, all_warnings, sgd
+from tests.reference import train
+
+CLASS = torch.tensor([0])
 
 
 def swing(number, **options):
@@ -18,11 +21,9 @@ def swing(number, **options):
     optimizer = DCPOptimizer(sgd(model, lr=0.0), model, **options)
     said = []
     for step in range(1, number + 1):
-        z = model((-1.0) ** step * torch.tensor([[1.0, -1.0]]))
-        optimizer.zero_grad()
+        x = (-1.0) ** step * torch.tensor([[1.0, -1.0]])
         with all_warnings() as caught:
-            (F.cross_entropy(z, torch.zeros(1, dtype=torch.long)) + optimizer.penalty(z, torch.tensor([0]))).backward()
-            optimizer.step()
+            train(optimizer, [(x, CLASS)], loss=F.cross_entropy)
         said += [step for one in caught if "large beside" in str(one.message)]
     return optimizer, said
 
@@ -52,12 +53,9 @@ def test_an_automatic_weight_is_not_warned_of():
 
 def test_an_error_in_place_of_the_warning_names_the_figures_and_leaves_a_whole_step():
     optimizer, _ = swing(99, weight=3.0)
-    z = optimizer.model(torch.tensor([[5.0, -5.0]]))
-    optimizer.zero_grad()
-    F.cross_entropy(z, torch.tensor([0])).add(optimizer.penalty(z, torch.tensor([0]))).backward()
     message = r"(?s)penalty of DCPOptimizer.*0\.69.*a guess among 2 classes.*smaller weight than 3\."
     with pytest.raises(UserWarning, match=message):
-        optimizer.step()
+        train(optimizer, [(torch.tensor([[5.0, -5.0]]), CLASS)], loss=F.cross_entropy)
     assert optimizer.logs()["step"] == 100
 
 

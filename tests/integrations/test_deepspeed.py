@@ -99,8 +99,7 @@ def test_a_companion_needs_stage_0_in_float32(way, found):
     weights, biases = matrices_and_others(model)
     base = torch.optim.SGD([{"params": weights, "weight_decay": 0.01}, {"params": biases}], lr=0.2, momentum=0.9)
     optimizer = wrap(model, base, weight=0.5, alpha=0.9)
-    for x, y in batches(STEPS, dtype=torch.float32):
-        fit(optimizer, [(x, y)])
+    fit(optimizer, batches(STEPS, dtype=torch.float32))
     run = found[f"0 fp32 dcl {way}"]
     assert_same(run["weights"], torch.cat([p.detach().flatten() for p in model.parameters()]), **CLOSE)
     assert_same(run["companion"], dict(optimizer.companion.state_dict()), **CLOSE)

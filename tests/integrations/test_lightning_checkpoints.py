@@ -10,9 +10,8 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from torch import nn
 
-from tests.helpers import assert_same, linear_growth, mlp, running_average
+from tests.helpers import assert_same, linear_growth, mlp, running_average, train
 from tests.integrations import EACH_METHOD, differ, wrap
 from tests.integrations.lightning_modules import (
     BATCHES,
@@ -73,10 +72,7 @@ def test_a_wrapped_run_resumes_from_the_checkpoint_of_a_plain_one(method, tmp_pa
     net, data = still(), list(loader()) * 2
     base = by_hand("plain", net, data=data[:BATCHES])
     optimizer = wrap(method, base, net)
-    for x, y in data:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(net(x), y).backward()
-        optimizer.step()
+    train(net, optimizer, data)
 
     resumed, trainer = TakesPlainStates(method, still(seed=5)), quiet_trainer(max_epochs=4)
     trainer.fit(resumed, loader(), ckpt_path=tmp_path / "plain.ckpt", weights_only=True)

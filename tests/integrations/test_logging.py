@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from dcl_optim import DCLOptimizer, DCPOptimizer
-from tests.helpers import batches, mlp, wrap
+from tests.helpers import batches, mlp, train, wrap
 from tests.integrations import EACH_METHOD
 from tests.integrations.huggingface import arguments, sentences, text_classifier
 from tests.integrations.lightning_modules import QUIET, Validated, network, quiet_trainer
@@ -48,10 +47,7 @@ class Script(dict):
 
     def train(self, batch):
         if self.logged:
-            x, y = batch
-            self.ours.zero_grad()
-            F.cross_entropy(self.model(x), y).backward()
-            self.ours.step()
+            train(self.model, self.ours, [batch])
         self.logged.append(self.ours.logs(prefix="dcl/"))
 
     def curve(self, key):

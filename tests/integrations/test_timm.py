@@ -4,13 +4,10 @@ from itertools import product
 
 import numpy as np
 import pytest
-import timm
 import timm.data
 import timm.loss
 import timm.models
-import timm.optim
 import timm.scheduler
-import timm.task
 import timm.utils
 import torch
 import torch.nn.functional as F

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.helpers import (
     FEATURES,
@@ -111,12 +111,8 @@ def test_in_place_edits_of_the_logits_do_not_reach_what_is_kept():
     for in_place in (False, True):
         model = mlp()
         optimizer = wrap("dcl", model, companion=mlp(seed=3))
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            z = model(x)
-            z = z.add_(1.0) if in_place else z + 1.0  # which the probabilities do not show
-            F.cross_entropy(z, y).backward()
-            optimizer.step()
+        add = Tensor.add_ if in_place else Tensor.add  # of 1, which the probabilities do not show
+        fit(optimizer, batches(4), lambda z, y, add=add: F.cross_entropy(add(z, 1.0), y))
         results.append(optimizer)
     assert_same_training(*results)
 
@@ -292,10 +288,7 @@ def test_an_attack_by_backward_that_cannot_be_read_is_refused_and_two_ways_work(
         optimizer = wrap(variant, model)
         with pytest.raises(RuntimeError, match="cannot read") if how == "by backward" else nullcontext():
             for x, y in batches(3):
-                x = x + adversarial_direction(model, x, how)
-                optimizer.zero_grad()
-                backward(model, x, y)
-                optimizer.step()
+                fit(optimizer, [(x + adversarial_direction(model, x, how), y)])
         found.append((model.state_dict(), optimizer.state_dict()))
     assert_same(found[0], found[1])
 

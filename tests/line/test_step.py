@@ -10,7 +10,7 @@ from torch import nn
 
 from dcl_optim import DCPOptimizer, distances
 from tests import reference
-from tests.helpers import CLASSES, FEATURES, assert_same, backward, batches, fit, mlp, one, sgd, train
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, fit, mlp, one, sgd, train
 from tests.reference import ALPHA, EACH, NEAR, WEIGHT, wrap
 
 METHOD = {"weight": WEIGHT, "alpha": ALPHA}
@@ -35,9 +35,7 @@ def test_logs():
     assert all(map(math.isnan, before.values()))
     x, y = one()
     expected = F.mse_loss(model(x), optimizer.companion(x)).item()
-    optimizer.zero_grad()
-    backward(model, x, y)
-    optimizer.step()
+    fit(optimizer, [(x, y)])
     logs = optimizer.logs()
     assert logs["penalty"] == pytest.approx(expected, abs=1e-12)
     assert (logs["step"], logs["weight"], logs["alpha"]) == (1.0, 0.1, 0.25)

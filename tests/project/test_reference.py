@@ -11,7 +11,7 @@ from torch import nn
 
 from dcl_optim import DCPOptimizer, reference
 from tests.helpers import assert_same, sgd, wrap
-from tests.reference import EACH_WAY
+from tests.reference import EACH_WAY, train
 
 FEATURES, ROWS, STEPS = 20, 80, 30
 CLOSE = {"atol": 1e-12}
@@ -38,18 +38,6 @@ def batches(classes):
     return found
 
 
-def train(model, optimizer, data, way):
-    torch.manual_seed(2)
-    for x, y in data:
-        optimizer.zero_grad()
-        z = model(x)
-        loss = F.cross_entropy(z, y)
-        if way == "term":
-            loss = loss + (optimizer.penalty(z, y) if isinstance(optimizer, DCPOptimizer) else optimizer.penalty(z))
-        loss.backward()
-        optimizer.step()
-
-
 @pytest.mark.parametrize("part", ["distance", "dcp", "dcl"])
 def test_each_part_has_at_most_60_lines(part):
     text = Path(reference.__file__).read_text(encoding="utf-8")
@@ -63,7 +51,7 @@ def test_dcp_with_a_fixed_weight(way):
     reference.train_dcp(model, sgd(model), prototypes, batches(4))
     expected = network(4)
     optimizer = DCPOptimizer(sgd(expected), expected, weight=0.7)
-    train(expected, optimizer, batches(4), way)
+    train(optimizer, batches(4), way, F.cross_entropy)
     assert_same(model, expected, **CLOSE)
     assert_same(prototypes.values, optimizer.prototypes, **CLOSE)
 
@@ -74,7 +62,7 @@ def test_dcp_with_the_automatic_weight():
     reference.train_dcp(model, sgd(model), prototypes, batches(60))
     expected = network(60)
     optimizer = DCPOptimizer(sgd(expected), expected)
-    train(expected, optimizer, batches(60), "term")
+    train(optimizer, batches(60), loss=F.cross_entropy)
     assert optimizer.logs()["weight"] > 0.2
     assert_same(model, expected, atol=1e-6)  # the optimizer's counts may be in float32
     assert_same(prototypes.values, optimizer.prototypes, atol=1e-6)
@@ -91,7 +79,8 @@ def test_dcl(way):
     expected = network(4, dropout=0.2)
     before = copy.deepcopy(expected)
     optimizer = wrap(expected, weight=0.7, alpha=0.5)
-    train(expected, optimizer, data, way)
+    torch.manual_seed(2)
+    train(optimizer, data, way, F.cross_entropy)
     assert_same(model, expected, **CLOSE)
     assert_same(companion.network, optimizer.companion, **CLOSE)
     assert not torch.equal(before[3].weight, companion.network[3].weight)

@@ -20,7 +20,7 @@ from dcl_optim.trial import accuracy, compare, overhead
 from dcl_optim.trial.comparison import Comparison
 from dcl_optim.trial.figure import COLORS, draw
 from dcl_optim.trial.paired import probability
-from tests.helpers import PATIENCE, assert_same, sgd
+from tests.helpers import PATIENCE, assert_same, sgd, train
 
 ROWS = ["plain", "DCP, line", "DCP, term", "DCL, line", "DCL, term"]
 SHORT = 0.05  # seconds
@@ -44,14 +44,8 @@ def script(seed=0):
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     batch = torch.randn(16, 6), torch.arange(16) % 3
-    train(model, optimizer, batch)  # so that there is a state to change
+    train(model, optimizer, [batch])  # so that there is a state to change
     return model, optimizer, batch
-
-
-def train(model, optimizer, batch):
-    optimizer.zero_grad()
-    F.cross_entropy(model(batch[0]), batch[1]).backward()
-    optimizer.step()
 
 
 def everything(model, optimizer, batch):
