@@ -133,6 +133,19 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_resumes_bit_for_bit(method, task
     assert_same_run(again, second, model, optimizer)
 
 
+# ---- a loss that Trainer computes on the model's logits --------------------------------------------------------------
+
+
+@EACH_METHOD
+def test_the_line_reads_trainers_own_label_smoothing(method, tmp_path):
+    model = text_classifier()
+    optimizer = wrapped(method, model, weight=2.0)
+    train(tmp_path, model, optimizer, sentences(), Tape(), label_smoothing_factor=0.1)
+    logs = optimizer.logs()
+    assert (logs["skipped"], logs["penalty"] > 0) == (0, True)
+    assert logs["loss_scale"] == pytest.approx(1.0, rel=1e-3)
+
+
 # ---- other ways into Trainer ----------------------------------------------------------------------------------------
 
 
