@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 import dcl_optim
 import dcl_optim.algorithm
-from dcl_optim import DCLOptimizer
+from dcl_optim import DCLOptimizer, DCPOptimizer
 from dcl_optim.progress import Forward
 from dcl_optim.pytorch import synchronization
 
@@ -447,3 +447,8 @@ def snapshot(optimizer: DCLOptimizer) -> dict[str, Any]:
     networks = {"model": optimizer.model.state_dict(), "companion": optimizer.companion.state_dict()}
     optimizers = {"optimizer": optimizer.state_dict(), "chasing": optimizer.companion_optimizer.state_dict()}
     return copy.deepcopy(networks | optimizers | {"random": torch.get_rng_state()})
+
+
+def seen(optimizer: DCPOptimizer) -> Tensor:
+    """Which classes have a prototype."""
+    return optimizer.state_dict()["dcl_optim.DCPOptimizer"]["forecaster"]["numbers"] > 0

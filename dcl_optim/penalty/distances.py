@@ -106,8 +106,7 @@ def kl(z: Tensor, c: Tensor, temperature: float = 4.0) -> Tensor:
     c = c.masked_fill(is_masked, -torch.inf)
     log_p = F.log_softmax(c / temperature, dim=1)
     log_q = F.log_softmax(z / temperature, dim=1)
-    # p log(p / q) is 0 where p is, also where q is 0 too and the logarithm is none.
-    return (log_p.exp() * (log_p - log_q).masked_fill(log_p == -torch.inf, 0.0)).sum(1)
+    return (log_p.exp() * difference(log_p, log_q)).sum(1)  # p log(p / q) is 0 where p and q are
 
 
 def infonce(z: Tensor, c: Tensor, temperature: float = 0.1) -> Tensor:
@@ -168,8 +167,6 @@ def name_of(distance: Distance) -> str:
 
 def huber(norms: Tensor, radius: float) -> Tensor:
     """Half of the square up to a radius, and its tangent beyond."""
-    if radius == math.inf:
-        return norms.square() * 0.5
     zero = constant(0.0, norms.device).to(norms.dtype)
     return F.huber_loss(norms, zero.expand_as(norms), reduction="none", delta=radius)
 

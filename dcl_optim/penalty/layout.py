@@ -46,9 +46,7 @@ def from_rows(rows: Tensor, shape: tuple[int, ...], class_dim: int = 1) -> Tenso
 
 def copy_of_rows(logits: Tensor, class_dim: int) -> Tensor:
     """Copy logits as rows, which lie one after the other in memory."""
-    if logits.ndim == 2 and class_dim == 1:
-        return logits.clone(memory_format=torch.contiguous_format)
-    classes_last = logits.movedim(class_dim, -1) if logits.ndim > 1 else logits.reshape(-1, 1)
+    classes_last = logits.movedim(class_dim, -1) if logits.ndim > 1 else logits.unsqueeze(1)
     return classes_last.clone(memory_format=torch.contiguous_format).flatten(0, -2)
 
 
@@ -102,6 +100,4 @@ def difference(z: Tensor, c: Tensor) -> Tensor:
         tensor([-2.,  0.])
     """
     subtracted = z - c if z.dtype.itemsize >= 4 else z.float().sub_(c)
-    if subtracted.requires_grad:
-        return subtracted.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return subtracted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -8,52 +8,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
+from dcl_optim.forecaster import Forecaster
 from dcl_optim.penalty.pull import Scale
 from dcl_optim.pytorch.arguments import check_number, check_positive
 
 Schedule = Callable[[int], float]
 
 
-class MeasuresFit(Protocol):
-    """What an automatic weight asks of a forecaster, which imports this folder."""
-
-    reads_labels: bool
-    num_classes: int
-
-    def train_accuracy(self) -> Tensor:
-        """The running mean of the training accuracy, a scalar."""
-
-
 class Checked:
     """A number or a callable of the step, as a callable that can only give numbers in [0, upper].
 
     Attributes:
-        constant: the number that was given; None for a schedule.
+        constant: the number; None for a schedule.
     """
 
     def __init__(self, given: float | Schedule, name: str, upper: float = math.inf) -> None:
         self.given = given
-        self.constant = None if callable(given) else given
         self._name = name
         self._upper = upper
-        if self.constant is not None:
-            check_number(name, given)
-            self(0)
+        self.constant = None if callable(given) else check_number(name, given, upper)
 
     def __call__(self, step: int) -> float:
-        given = self.given(step) if callable(self.given) else self.given
-        at = f" at step {step}" if step else ""
-        if not hasattr(given, "__float__"):
-            raise TypeError(f"{self._name}{at} must be a number, got {type(given).__name__}")
-        value = float(given)
-        if not 0 <= value <= self._upper or value == math.inf:
-            allowed = f"in [0, {self._upper:g}]" if self._upper < math.inf else "finite and >= 0"
-            raise ValueError(f"{self._name}={value!r}{at} must be {allowed}")
-        return value
+        if not callable(self.given):
+            return float(self.given)
+        return check_number(self._name, self.given(step), self._upper, at=f" at step {step}")
 
 
 @dataclass(frozen=True)
@@ -90,8 +71,6 @@ class AutoWeight:
 
     def __post_init__(self) -> None:
         check_number("floor", self.floor)
-        if not 0 <= self.floor < math.inf:
-            raise ValueError(f"floor={self.floor!r} must be finite and >= 0")
         check_positive("power", self.power)
         check_positive("classes", self.classes)
 
@@ -114,7 +93,7 @@ class FollowingFit:
 
     constant = None
 
-    def __init__(self, rule: AutoWeight, forecaster: MeasuresFit) -> None:
+    def __init__(self, rule: AutoWeight, forecaster: Forecaster) -> None:
         self.given = rule
         self._forecaster = forecaster
         self.constant_up_to = rule.constant_up_to
@@ -126,7 +105,7 @@ class FollowingFit:
         return self.given.at(self._forecaster.train_accuracy(), num_classes)
 
 
-def resolve_weight(weight: Weight, forecaster: MeasuresFit) -> Checked | FollowingFit:
+def resolve_weight(weight: Weight, forecaster: Forecaster) -> Checked | FollowingFit:
     """Turn the argument that a user writes into a callable of the step; an automatic weight needs labels."""
     given = AutoWeight() if weight == "auto" else weight
     if isinstance(given, str) or (isinstance(given, AutoWeight) and not forecaster.reads_labels):

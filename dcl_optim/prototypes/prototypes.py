@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,18 +28,6 @@ OTHER_WIDTH = (
     "After a change of the classes build the base optimizer and wrap it again. For two heads add the penalty of one. "
     "Positions in an input, and scores against the rows of a batch, are no classes: use DCLOptimizer"
 )
-
-
-class Lesson(NamedTuple):
-    """What a batch shows, without its labels: made in ``pull``, kept until ``observe``, which may overwrite it.
-
-    Attributes:
-        values: the differences z - p of rows with one class each; of rows with soft labels the logits z. (N, K).
-        predicted: the predicted class of each row, (N,); None if the accuracy is not measured.
-    """
-
-    values: Tensor
-    predicted: Tensor | None
 
 
 class Prototypes(Forecaster):
@@ -76,7 +64,6 @@ class Prototypes(Forecaster):
         self, num_classes: int | None, update: str, distance: Distance, model: nn.Module, group: DataParallelGroup
     ) -> None:
         self.distance = distance
-        self.num_classes = 0  # until the first logits
         self.given_num_classes = num_classes
         self._counts_rows = update == "rows"
         self._model = model
@@ -85,10 +72,11 @@ class Prototypes(Forecaster):
         self._masks = Masks()
         self._is_agreed = False  # whether the ranks have the same number of classes
         self._tally: Tally | None = None
+        self.load_state_dict({})
 
-    def _create(self, num_classes: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Create the prototypes for logits of this dtype and device."""
-        dtype = torch.promote_types(dtype, torch.float32)
+    def _create(self, num_classes: int, like: Tensor) -> None:
+        """Create the prototypes for the first logits, or where none came yet for those that a parameter suggests."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
         size = num_classes**2 * dtype.itemsize
         if size > MAX_BYTES:
             raise ValueError(
@@ -97,30 +85,18 @@ class Prototypes(Forecaster):
             )
         if self.given_num_classes not in (None, num_classes):
             raise ValueError(OTHER_NUM_CLASSES.format(self.given_num_classes, num_classes))
-        self._begin(new_state(num_classes, dtype, device))
+        self._hold(new_state(num_classes, dtype, like.device))
 
-    def _create_before_logits(self, num_classes: int) -> None:
-        """Create them on a rank that had no batch yet, or for a checkpoint to load into."""
-        like = next(self._model.parameters())
-        self._create(num_classes, like.dtype, like.device)
-
-    def _begin(self, state: State) -> None:
-        num_classes = self.num_classes = state.values.shape[1]
+    def _hold(self, state: State) -> None:
+        self.num_classes = state.values.shape[1]
         self._state = state
-        self._one = self._state.numbers.new_ones(())
-        self._itemsize = state.values.dtype.itemsize
-        self._no_rows = self._state.numbers.new_zeros(num_classes + 1)  # the counts of an empty batch
-        self._no_rows[num_classes] = NEVER  # so that no step gives row K a number above 0
+        self._no_rows = torch.zeros_like(state.numbers)  # the counts of an empty batch
+        self._no_rows[-1] = NEVER  # so that no step gives row K a number above 0
 
     @property
     def values(self) -> Tensor:
         """A copy of all prototypes, (K, K); (0, 0) before K is known."""
-        return self._state.values[:-1].clone() if self.num_classes else torch.zeros(0, 0)
-
-    @property
-    def seen(self) -> Tensor:
-        """Which classes have a prototype, (K,) bool."""
-        return self._state.numbers[:-1] > 0
+        return self._state.values[:-1].clone()
 
     def measure_accuracy(self, from_classes: float) -> None:
         self._measures_from = from_classes
@@ -139,7 +115,8 @@ class Prototypes(Forecaster):
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         assert labels is not None
         z = forward.rows
-        if z.shape[1] != self.num_classes or z.device != self._state.values.device or z.dtype.itemsize > self._itemsize:
+        known = self._state.values
+        if z.shape[1] != self.num_classes or z.device != known.device or z.dtype.itemsize > known.dtype.itemsize:
             self._follow(z)
         if forward.may_read:
             self._masks.look_for(z)
@@ -153,22 +130,22 @@ class Prototypes(Forecaster):
             c = self._state.values.index_select(0, labels.rows)
             weights = self._state.numbers.index_select(0, labels.rows).clamp_(0.0, 1.0)
         pull = pull_of(self.distance, z, c, weights, labels.number)
-        values = pull.slope
+        shown = pull.slope  # z - p, which the tally may overwrite; of soft labels z
         if is_soft:
-            values = z.to(self._one, copy=True)
+            shown = z.to(self._state.values, copy=True)
         elif pull.norms is None:  # whose slope is no difference
-            values = difference(z, c)
+            shown = difference(z, c)
         predicted = z.argmax(1) if self.num_classes > self._measures_from else None
-        return pull._replace(lesson=Lesson(values, predicted))
+        return pull._replace(lesson=(shown, predicted))
 
     def _follow(self, z: Tensor) -> None:
         """Create the prototypes at the first logits; those that were loaded follow to their device and dtype."""
         if not self.num_classes:
-            self._create(z.shape[1], z.dtype, z.device)
+            self._create(z.shape[1], z)
         if z.shape[1] != self.num_classes:
             raise ValueError(OTHER_WIDTH.format(self.num_classes, z.shape[1]))
         dtype = torch.promote_types(self._state.values.dtype, z.dtype)
-        self._begin(State(*(tensor.to(z.device, dtype) for tensor in self._state)))
+        self._hold(State(*(tensor.to(z.device, dtype) for tensor in self._state)))
 
     def _of_shares(self, shares: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture of prototypes of each row, and 1 if all its classes were seen, else 0."""
@@ -184,13 +161,13 @@ class Prototypes(Forecaster):
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         assert labels is not None
         tally = self._tally = self._tally or Tally(self._no_rows)
-        values, predicted = pull.lesson
+        shown, predicted = pull.lesson
         if labels.rows.ndim == 1:
-            tally.add_rows(labels.rows, values, self._one)
+            tally.add_rows(labels.rows, shown)
         else:
-            tally.add_shares(labels.rows.to(values), values, self._state.values[:-1], self._masks.are_there)
+            tally.add_shares(labels.rows.to(shown), shown, self._state.values[:-1], self._masks.are_there)
         if predicted is not None:
-            tally.num_right = tally.num_right + (predicted == classes_of(labels.rows)).sum(dtype=values.dtype)
+            tally.num_right = tally.num_right + (predicted == classes_of(labels.rows)).sum(dtype=shown.dtype)
 
     def learn(self, alpha: float) -> None:
         has_ranks = self._group.size > 1 and self._all_know_classes()
@@ -209,7 +186,7 @@ class Prototypes(Forecaster):
         if not self._is_agreed:
             number = self._group.largest(self.num_classes)
             if number and not self.num_classes:
-                self._create_before_logits(number)
+                self._create(number, next(self._model.parameters()))
             self._is_agreed = number > 0
         return self._is_agreed
 
@@ -231,25 +208,23 @@ class Prototypes(Forecaster):
     def state_dict(self) -> dict[str, Any]:
         if not self.num_classes:
             return {}
-        return {name: tensor.clone() for name, tensor in self._state.saved()._asdict().items()}
+        return {name: tensor.clone() for name, tensor in self._state.saved().items()}
 
     def check_state(self, state: dict[str, Any]) -> None:
         if state:  # empty before the first batch
             num_classes = self.given_num_classes or self.num_classes or len(state["numbers"])
             expected = new_state(num_classes, torch.float32, torch.device("meta")).saved()
-            check_state(state, expected._asdict(), "prototypes")
+            check_state(state, expected, "prototypes")
 
     def create_state(self) -> None:
         if not self.num_classes and self.given_num_classes:
-            self._create_before_logits(self.given_num_classes)
+            self._create(self.given_num_classes, next(self._model.parameters()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not state:
-            self.num_classes = 0
-        else:
-            saved = State(**state)
-            loaded = new_state(len(saved.values), saved.values.dtype, saved.values.device)
-            for tensor, value in zip(loaded.saved(), saved, strict=True):
-                tensor.copy_(value)
-            self._begin(loaded)
-        self._tally = None
+        values = state.get("values", torch.zeros(0, 0))
+        loaded = new_state(len(values), values.dtype, values.device)
+        places = loaded.saved()
+        for name, value in state.items():
+            places[name].copy_(value)
+        self._hold(loaded)
+        self.forget()

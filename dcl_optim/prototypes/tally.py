@@ -31,9 +31,9 @@ class State(NamedTuple):
     numbers: Tensor
     fit: Tensor
 
-    def saved(self) -> State:
+    def saved(self) -> dict[str, Tensor]:
         """Views of what a resumed run has to know."""
-        return State(self.values[:-1], self.numbers[:-1], self.fit)
+        return {"values": self.values[:-1], "numbers": self.numbers[:-1], "fit": self.fit}
 
 
 def new_state(num_classes: int, dtype: torch.dtype, device: torch.device) -> State:
@@ -61,8 +61,9 @@ class Tally:
         self.sums: Tensor | None = None
         self.num_right: float | Tensor = 0.0
 
-    def add_rows(self, classes: Tensor, apart: Tensor, one: Tensor) -> None:
-        """Add rows of one class each, with their differences z - p; ``one`` is 1 in the dtype of the counts."""
+    def add_rows(self, classes: Tensor, apart: Tensor) -> None:
+        """Add rows of one class each, with their differences z - p."""
+        one = constant(1.0, classes.device).to(self.counts.dtype)
         self.counts.index_add_(0, classes, one.expand(len(classes)))
         self.parts.append((classes, apart))
         if sum(len(rows) for rows, _ in self.parts) > len(self.counts) - 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
@@ -11,11 +12,12 @@ from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
-import torch._utils
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from dcl_optim.pytorch.parameters import parameters_of, requires_grad
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,8 +42,8 @@ def reaches_parameters(nodes: Iterable[tuple[Any, int]] | None, optimizer: Optim
         return False
     if _fills_all_leaves():
         return True
-    parameters = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    return any(_gets_gradient(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters)
+    trained = filter(requires_grad, parameters_of(optimizer))
+    return any(_gets_gradient(torch.autograd.graph.get_gradient_edge(parameter).node) for parameter in trained)
 
 
 def _gets_gradient(node: Any) -> bool:
@@ -95,20 +97,17 @@ def frames_of(module: str) -> Iterator[FrameType]:
 
     The only way to know that torch.distributed.checkpoint or DeepSpeed's engine is calling.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == module:
-            yield frame
-        frame = frame.f_back
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    return (frame for frame in frames if frame.f_globals.get("__name__") == module)
 
 
 def warn(message: str) -> None:
     """Issue a UserWarning that points at the script's line: the innermost frame outside of this package and torch."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None:
+    level = 1
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in ("dcl_optim", "torch"):
             break
-        level, frame = level + 1, frame.f_back
+        level += 1
     warnings.warn(message, UserWarning, stacklevel=level)
 
 
@@ -135,11 +134,6 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[dict[int, Any], int, Any]]:
 def running_ddp() -> nn.Module | None:
     """The DistributedDataParallel whose forward runs now: it may have wrapped the model after the optimizer did."""
     return nn.parallel.DistributedDataParallel._get_active_ddp_module() if dist.is_available() else None
-
-
-# One tensor that holds the values of many, so that one reduction does for all; and its parts, as views.
-flattened: Callable[[list[Tensor]], Tensor] = torch._utils._flatten_dense_tensors
-unflattened: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = torch._utils._unflatten_dense_tensors
 
 
 def count_as_step(optimizer: Optimizer) -> None:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from dcl_optim.pytorch.ranks import SHARDED_LOGITS, is_sharded
 
@@ -45,32 +46,23 @@ def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tenso
     else:
         found = _inside(output)
     if not isinstance(found, Tensor):
-        raise NoLogits(_not_found(output))
+        keys = f" with keys {', '.join(map(repr, output))}" if isinstance(output, Mapping) else ""
+        raise NoLogits(
+            f"no logits found in the model's output of type {type(output).__name__}{keys}.\n"
+            "  Fix: give the wrapper a function that returns the logits tensor, as in logits=lambda output: "
+            "output[...]; or with DCP add the penalty to the loss, loss + optimizer.penalty(logits, labels)"
+        )
     if type(found) is not Tensor and is_sharded(found):
         raise NoLogits(SHARDED_LOGITS.format(cast("Any", found).placements))
-    if not found.is_floating_point() or not found.ndim:
+    if not found.is_floating_point() or not found.ndim or found.is_nested:
+        kind = "nested tensor" if found.is_nested else "tensor"
         raise NoLogits(
-            f"the tensor that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
-            "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits="
-        )
-    if found.is_nested:
-        raise NoLogits(
-            f"the logits that the model returned are a nested tensor of shape {tuple(found.shape)}.\n"
-            "  Fix: return their values from the model, logits.values(); or with DCP add the penalty to the loss, "
+            f"the {kind} that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
+            "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits=. "
+            "Of a nested tensor return the values, logits.values(); or with DCP add their penalty to the loss, "
             "loss + optimizer.penalty(logits.values(), labels)"
         )
     return found
-
-
-def _not_found(output: Any) -> str:
-    kind = type(output).__name__
-    if isinstance(output, Mapping) and output:
-        kind += f" with keys {', '.join(map(repr, output))}"
-    return (
-        f"no logits found in the model's output of type {kind}.\n"
-        "  Fix: give the wrapper a function that returns the logits tensor, as in logits=lambda output: output[...]; "
-        "or with DCP add the penalty to the loss, loss + optimizer.penalty(logits, labels)"
-    )
 
 
 def _inside(output: Any) -> Any:
@@ -81,7 +73,7 @@ def _inside(output: Any) -> Any:
     if not isinstance(output, (tuple, list)):
         return None
     tensors = [item for item in output if isinstance(item, Tensor)]
-    return next((item for dims in (2, 1, 0) for item in tensors if item.ndim >= dims), None)
+    return max(tensors, key=lambda tensor: min(tensor.ndim, 2), default=None)
 
 
 def shapes_of_others(output: Any, z: Tensor) -> list[torch.Size]:
@@ -96,18 +88,18 @@ def conversion_source(z: Tensor) -> tuple[Any, int] | None:
 
     Under mixed precision some libraries return converted logits with a loss that was taken from the original ones.
     """
-    node = z.grad_fn
+    node: Any = z.grad_fn
     index = z.output_nr
     while node is not None and node.name() == "ToCopyBackward0":
         node, index = node.next_functions[0]
-    is_computed = node is not None and node is not z.grad_fn and not node.name().endswith("AccumulateGrad")
+    is_computed = node is not z.grad_fn and not node.name().endswith("AccumulateGrad")
     return (node, index) if is_computed else None
 
 
 def leaves_of(tensors: list[Tensor]) -> list[Tensor]:
     """The leaves that a backward pass from tensors would give a gradient to."""
-    leaves = [tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    leaves = []
+    waiting: list[Any] = [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
     seen = set()
     while waiting:
         node = waiting.pop()

@@ -64,8 +64,7 @@ def inner_of(base: Optimizer) -> Optimizer:
 @contextmanager
 def all_or_nothing(optimizer: Optimizer) -> Iterator[None]:
     """Give an optimizer its groups and its state back if the block, which loads others, raises."""
-    changed = {id(one): one for one in (optimizer, inner_of(optimizer))}.values()  # SAM binds its groups to both
-    before = [(one, {"param_groups": one.param_groups, "state": one.state}) for one in changed]
+    before = [(one, dict(vars(one))) for one in (optimizer, inner_of(optimizer))]  # SAM binds its groups to both
     try:
         yield
     except Exception:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -44,8 +45,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return own
 
 
+def any_sharded(tensors: list[Tensor]) -> bool:
+    """Whether some tensors are over all ranks, each of which holds its part: DTensor alone lies on a mesh."""
+    return any(hasattr(kind, "device_mesh") for kind in set(map(type, tensors)))  # nothing for each tensor
+
+
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is one over all ranks, each of which holds its part."""
+    """Whether one is."""
     return any_sharded([tensor])
 
 
@@ -53,6 +59,11 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Tensors as they are, and of sharded ones this rank's part."""
     found: list[Any] = list(tensors)
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in found] if any_sharded(found) else found
+
+
+def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
+    found = list(tensors)
+    return list(filterfalse(is_sharded, found)) if any_sharded(found) else found
 
 
 def sum_of_norms(tensors: list[Tensor], norm_type: float = 2.0) -> float:
@@ -129,7 +140,7 @@ class DataParallelGroup:
         if self.size > 1:
             for tensor in _whole(tensors):
                 for group in self._groups:
-                    dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+                    dist.broadcast(tensor, group=group, group_src=0)
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Sum over the ranks, in place."""
@@ -149,9 +160,10 @@ class DataParallelGroup:
         """Mean over the ranks, in place; sharded gradients, which their shards' owner has averaged, are left."""
         together = _whole(tensors)
         if together:
-            flat = internals.flattened(together)  # one reduction, not one for each tensor
+            flat = torch.cat(list(map(Tensor.flatten, together)))  # one reduction, not one for each tensor
             self.all_reduce_sum(flat)
-            torch._foreach_copy_(together, internals.unflattened(flat.div_(self.size), together))
+            parts = flat.div_(self.size).split(list(map(Tensor.numel, together)))
+            torch._foreach_copy_(together, list(map(Tensor.view_as, parts, together)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelGroup:
         copied = copy.copy(self)  # a process group has no copies
@@ -172,14 +184,3 @@ def _group_of(module: nn.Module | None) -> Any:
     """The group of a module that wraps another for data parallelism; None for any other."""
     is_wrapper = isinstance(module, (nn.parallel.DistributedDataParallel, *_fully_sharded()))
     return getattr(module, "process_group", None) if is_wrapper else None
-
-
-def any_sharded(tensors: list[Tensor]) -> bool:
-    """Whether some are, with no work in Python that grows with their number."""
-    sharding: Any = sys.modules.get("torch.distributed.tensor")  # imported once something is sharded
-    return sharding is not None and any(issubclass(kind, sharding.DTensor) for kind in set(map(type, tensors)))
-
-
-def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    tensors = list(tensors)
-    return [tensor for tensor in tensors if not is_sharded(tensor)] if any_sharded(tensors) else tensors

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.optim import Optimizer
 
 from dcl_optim.pytorch import internals
-from dcl_optim.pytorch.arguments import check_base
 from dcl_optim.pytorch.parameters import all_or_nothing
 
 
@@ -40,7 +39,6 @@ class OptimizerWrapper(internals.OptimizerInternals, ABC):
             )
         if isinstance(base, OptimizerWrapper):
             raise TypeError(f"base_optimizer is a {type(base).__name__} itself; wrap its base, optimizer.base")
-        check_base(base)
         self.base = base
         self._set_up_hooks()
 

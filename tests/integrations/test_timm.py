@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dcl_optim import DCPOptimizer
-from tests.helpers import assert_same, assert_same_networks, cells, every, fit
+from tests.helpers import assert_same, assert_same_networks, cells, every, fit, seen
 from tests.helpers import wrap as wrap_dcl
 from tests.integrations.timm_models import CLASSES, MODELS, VIT, adamw, create, images
 from tests.reference import CLOSE, EACH, assert_same_training, by_hand, end, term_of, train_by_hand, wrap
@@ -67,7 +67,7 @@ def test_timms_training_loop_trains_by_the_line_as_by_the_term(smoothing, dtype)
     start.forecaster.create_state()
     for line, term, before in zip(*(end(optimizer) for optimizer in (*trained, start)), strict=True):
         assert (line - term).norm() < (1e-3 if dtype == torch.float32 else 0.1) * (term - before).norm()
-    assert trained[0].forecaster.seen.all()
+    assert seen(trained[0]).all()
 
 
 def train_with_mixup(model, optimizer, term):

@@ -19,7 +19,7 @@ SHARED = [
     ({"alpha": -0.1}, ValueError, r"alpha=-0.1"),
     ({"alpha": NAN}, ValueError, r"alpha=nan"),
     ({"alpha": "0.6"}, TypeError, r"alpha='0.6' must be a number, got str"),
-    ({"weight": -1}, ValueError, r"weight=-1.0 must be finite and >= 0"),
+    ({"weight": -1}, ValueError, r"weight=-1 must be in \[0, inf\)"),
     ({"weight": NAN}, ValueError, r"weight=nan"),
     ({"weight": float("inf")}, ValueError, r"weight=inf"),
     ({"weight": True}, TypeError, r"weight=True must be a number"),
@@ -30,14 +30,14 @@ SHARED = [
     ({"strict": 1}, TypeError, r"strict=1 must be True or False"),
 ]
 DCL_ONLY = [
-    ({"companion_lr_scale": 0}, ValueError, r"companion_lr_scale=0 must be a positive finite number"),
+    ({"companion_lr_scale": 0}, ValueError, r"companion_lr_scale=0 must be in \(0, inf\)"),
     ({"companion_lr_scale": "2"}, TypeError, r"companion_lr_scale='2' must be a number, got str"),
     (
         {"companion_lr_scale": 0.5, "companion_optimizer": torch.optim.SGD},
         ValueError,
         r"companion_lr_scale=0.5 has no effect with companion_optimizer; set",
     ),
-    ({"companion_fraction": 0.0}, ValueError, r"companion_fraction=0.0 must be a positive finite number"),
+    ({"companion_fraction": 0.0}, ValueError, r"companion_fraction=0.0 must be in \(0, inf\)"),
     ({"companion_fraction": 1.5}, ValueError, r"companion_fraction=1.5 must be in \(0, 1\]"),
     ({"companion": nn.Linear}, TypeError, r"companion must be a torch.nn.Module or None, got <class .*Linear"),
     (
@@ -140,7 +140,7 @@ def test_model_and_base(build, error, message):
     [
         ({"alpha": lambda t: 2.0 if t == 3 else 0.5}, ValueError, r"alpha=2.0 at step 3"),
         ({"weight": lambda t: 1.0 - t / 2}, ValueError, r"weight=-0.5 at step 3"),
-        ({"weight": lambda t: "one" if t == 3 else 1.0}, TypeError, r"weight at step 3 must be a number, got str"),
+        ({"weight": lambda t: "one" if t == 3 else 1.0}, TypeError, r"weight='one' at step 3 must be a number, got"),
     ],
 )
 def test_schedules_that_leave_their_range(options, error, message):

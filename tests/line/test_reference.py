@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dcl_optim import DCLOptimizer, DCPOptimizer, distances
 from tests import reference
-from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, every, huber, sgd
+from tests.helpers import CLASSES, MODELS, assert_same, batches, cells, every, huber, seen, sgd
 from tests.reference import dcp_step, train, train_by_closures, train_by_hand
 
 STEPS = 50
@@ -125,4 +125,4 @@ def test_two_dcp_steps_by_hand():
     assert model.weight[0, 0].item() == 1.75
     # two rows, of which the first one weighs a quarter: n = 1.25
     assert optimizer.prototypes.tolist() == [[pytest.approx((0.25 * 2.0 + 1.5) / 1.25), 0.0], [0.0, 0.0]]
-    assert optimizer.forecaster.seen.tolist() == [True, False]
+    assert seen(optimizer).tolist() == [True, False]

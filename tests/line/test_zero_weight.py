@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dcl_optim import DCPOptimizer
-from tests.helpers import CLASSES, FEATURES, assert_same, batches, every, wrap
+from tests.helpers import CLASSES, FEATURES, assert_same, batches, every, seen, wrap
 from tests.reference import term_of
 
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -94,7 +94,7 @@ def test_zero_weight_is_the_base_optimizer(name, variant, loop, way):
     if variant == "dcl":
         assert not torch.equal(optimizer.companion[0].weight, network()[0].weight), "the companion learns all the same"
     else:
-        assert optimizer.forecaster.seen.all(), "the prototypes learn all the same"
+        assert seen(optimizer).all(), "the prototypes learn all the same"
 
 
 class Langevin(torch.optim.SGD):
