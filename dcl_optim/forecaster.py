@@ -138,9 +138,6 @@ class Forecaster(ABC):
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact resumption needs, in types that ``torch.load(weights_only=True)`` reads."""
 
-    def check_state(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Raise ValueError if a state does not fit, before anything is changed. Default: nothing."""
-
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state that :meth:`check_state` accepted."""
+        """Load a state, or nothing of it, with a ValueError, if it does not fit."""

@@ -201,6 +201,5 @@ class ForecastOptimizer(OptimizerWrapper):
     def _load_own_state(self, state: dict[str, Any]) -> None:
         check_state(state, {"steps": int, "term": bool, "loss": dict, "forecaster": dict}, self._name)
         check_state(state["loss"], SAVED, "loss")
-        self.forecaster.check_state(state["forecaster"])
         self.forecaster.load_state_dict(state["forecaster"])
         self._algorithm.load_state(state["steps"], state["term"], state["loss"])

@@ -210,17 +210,15 @@ class Prototypes(Forecaster):
             return {}
         return {name: tensor.clone() for name, tensor in self._state.saved().items()}
 
-    def check_state(self, state: dict[str, Any]) -> None:
-        if state:  # empty before the first batch
-            num_classes = self.given_num_classes or self.num_classes or len(state["numbers"])
-            expected = new_state(num_classes, torch.float32, torch.device("meta")).saved()
-            check_state(state, expected, "prototypes")
-
     def create_state(self) -> None:
         if not self.num_classes and self.given_num_classes:
             self._create(self.given_num_classes, next(self._model.parameters()))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:  # empty before the first batch
+            num_classes = self.given_num_classes or self.num_classes or len(state["numbers"])
+            expected = new_state(num_classes, torch.float32, torch.device("meta")).saved()
+            check_state(state, expected, "prototypes")
         values = state.get("values", torch.zeros(0, 0))
         loaded = new_state(len(values), values.dtype, values.device)
         places = loaded.saved()

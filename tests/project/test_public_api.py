@@ -71,7 +71,6 @@ dcl_optim.optimizer.ForecastOptimizer(base_optimizer, model, forecaster, *, weig
     .zero_grad(self, set_to_none=True)
 dcl_optim.forecaster.Forecaster()
     .before_forward(self, args, kwargs, step_number)
-    .check_state(self, state)
     .check_values(self)
     .create_state(self)
     .end_backward(self)
