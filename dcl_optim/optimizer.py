@@ -17,7 +17,7 @@ from dcl_optim.algorithm import Algorithm, Logged
 from dcl_optim.forecaster import Forecaster
 from dcl_optim.loss.reader import SAVED
 from dcl_optim.penalty.distances import name_of
-from dcl_optim.penalty.weights import AutoWeight, Checked, FollowingFit, Schedule, Weight, resolve_weight
+from dcl_optim.penalty.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
 from dcl_optim.progress import Stage
 from dcl_optim.pytorch.arguments import check_arguments, check_flag, check_state
 from dcl_optim.pytorch.outputs import find_logits
@@ -68,7 +68,7 @@ class ForecastOptimizer(OptimizerWrapper):
             model,
             base_optimizer,
             self.forecaster,
-            weight=self._resolved(weight),
+            weight=resolve_weight(weight, self.forecaster),
             alpha=checked_alpha,
             logits=logits,
             strict=strict,
@@ -144,13 +144,7 @@ class ForecastOptimizer(OptimizerWrapper):
 
     @weight.setter
     def weight(self, value: Weight) -> None:
-        self._algorithm.weight = self._resolved(value)
-
-    def _resolved(self, weight: Weight) -> Checked | FollowingFit:
-        resolved = resolve_weight(weight, self.forecaster)
-        if isinstance(resolved, FollowingFit):
-            self.forecaster.measure_accuracy(resolved.constant_up_to)
-        return resolved
+        self._algorithm.weight = resolve_weight(value, self.forecaster)
 
     @property
     def alpha(self) -> float | Schedule:

@@ -89,18 +89,19 @@ Weight = float | Schedule | AutoWeight | str
 
 
 class FollowingFit:
-    """An :class:`AutoWeight` at the accuracy that a forecaster measures, as a callable of the step."""
+    """An :class:`AutoWeight` at the accuracy that a forecaster measures for it, as a callable of the step."""
 
     constant = None
 
     def __init__(self, rule: AutoWeight, forecaster: Forecaster) -> None:
         self.given = rule
         self._forecaster = forecaster
-        self.constant_up_to = rule.constant_up_to
+        self._constant_up_to = rule.constant_up_to
+        forecaster.measure_accuracy(self._constant_up_to)
 
     def __call__(self, step: int) -> Scale:
         num_classes = self._forecaster.num_classes
-        if num_classes <= self.constant_up_to:
+        if num_classes <= self._constant_up_to:
             return self.given.floor
         return self.given.at(self._forecaster.train_accuracy(), num_classes)
 
