@@ -168,7 +168,6 @@ class DCPOptimizer(ForecastOptimizer):
 
         Source: the paper's appendix, Equation 5.
         """
-        check_integer("ignore_index", ignore_index)
         if not self._is_for_training(logits):
             return nothing(logits)
         progress = self._algorithm.progress

@@ -31,7 +31,6 @@ OF_DCP = {
     "one-hot integers": (lambda p, z, y: p(z, F.one_hot(y, 5)), ValueError, ["labels", "int64", "(16, 5)", "float()"]),
     "labels of bools": (lambda p, z, y: p(z, y > 2), TypeError, ["labels", "bool", "labels.long()"]),
     "a list of labels": (lambda p, z, y: p(z, y.tolist()), TypeError, ["labels", "list", "torch.as_tensor(labels)"]),
-    "an ignored float": (lambda p, z, y: p(z, y, ignore_index=1.5), TypeError, ["ignore_index=1.5", "an integer"]),
     "one dimension": (lambda p, z, y: p(z[:, 0], y), ValueError, ["logits", "(16,)", "DCLOptimizer"]),
     "one logit a row": (lambda p, z, y: p(z[:, :1], y > 2), ValueError, ["logits", "(16, 1)", "DCLOptimizer"]),
     "fewer classes": (lambda p, z, y: p(z[:, :4], 0 * y), ValueError, ["logits", "4", "5"]),
