@@ -112,7 +112,7 @@ class DCPOptimizer(ForecastOptimizer):
         distance: DistanceName | Distance = "mse",
         strict: bool = True,
     ) -> None:
-        given = None if num_classes is None else check_integer("num_classes", num_classes, minimum=2)
+        given = None if num_classes is None else check_integer("num_classes", num_classes)
         if update not in UPDATES:
             raise ValueError(f"update={update!r} is unknown; choose one of {', '.join(UPDATES)}")
         chosen = resolve_distance(distance)

@@ -30,14 +30,11 @@ def check_positive(name: str, value: Any) -> None:
     check_number(name, value, is_positive=True)
 
 
-def check_integer(name: str, value: Any, minimum: int | None = None) -> int:
-    """Raise unless a value is an integer, of Python or another library, and at least ``minimum``."""
+def check_integer(name: str, value: Any) -> int:
+    """Raise unless a value is an integer, of Python or another library."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r} must be an integer, got {type(value).__name__}")
-    found = operator.index(value)
-    if minimum is not None and found < minimum:
-        raise ValueError(f"{name}={value!r} must be at least {minimum}")
-    return found
+    return operator.index(value)
 
 
 def check_flag(name: str, value: Any) -> None:

@@ -49,7 +49,6 @@ DCL_ONLY = [
     ({"num_classes": 5}, TypeError, r"unexpected keyword argument 'num_classes'"),
 ]
 DCP_ONLY = [
-    ({"num_classes": 0}, ValueError, r"num_classes=0 must be at least 2"),
     ({"num_classes": 2.5}, TypeError, r"num_classes=2.5 must be an integer, got float"),
     ({"num_classes": True}, TypeError, r"num_classes=True must be an integer, got bool"),
     ({"update": "row"}, ValueError, r"update='row' is unknown; choose one of rows, batch"),
