@@ -19,7 +19,7 @@ from dcl_optim.loss.reader import SAVED
 from dcl_optim.penalty.distances import name_of
 from dcl_optim.penalty.weights import AutoWeight, Checked, Schedule, Weight, resolve_weight
 from dcl_optim.progress import Stage
-from dcl_optim.pytorch.arguments import check_arguments, check_flag, check_state
+from dcl_optim.pytorch.arguments import check_arguments, check_state
 from dcl_optim.pytorch.outputs import find_logits
 from dcl_optim.pytorch.ranks import unwrapped
 from dcl_optim.pytorch.wrapper import OptimizerWrapper
@@ -60,7 +60,6 @@ class ForecastOptimizer(OptimizerWrapper):
     ) -> None:
         super().__init__(base_optimizer)
         check_arguments(base_optimizer, model, logits)
-        check_flag("strict", strict)
         checked_alpha = Checked(alpha, "alpha", upper=1.0)
         self.model = model
         self.forecaster = forecaster()

@@ -37,12 +37,6 @@ def check_integer(name: str, value: Any) -> int:
     return operator.index(value)
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raise TypeError unless a value is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False")
-
-
 def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
     """Raise unless the base optimizer trains the model by minimizing, and ``logits`` is a function or None."""
     if any(hasattr(parameter, "grad_sample") for parameter in parameters_of(base)):

@@ -27,7 +27,6 @@ SHARED = [
     ({"distance": 3}, TypeError, r"distance=3 must be a name, or a function \(z, c\) that returns one value"),
     ({"distance": nn.MSELoss}, TypeError, r"distance=<class .*MSELoss'> must be a name, or a function"),
     ({"logits": "out"}, TypeError, r"logits='out' must be a function of the model's output, or None"),
-    ({"strict": 1}, TypeError, r"strict=1 must be True or False"),
 ]
 DCL_ONLY = [
     ({"companion_lr_scale": 0}, ValueError, r"companion_lr_scale=0 must be in \(0, inf\)"),
