@@ -44,6 +44,11 @@ def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
             "base_optimizer is refused: its parameters have per-sample gradients (grad_sample), as opacus gives them. "
             "Companion and prototypes learn without clipping and noise, so the privacy accounting would not hold"
         )
+    if hasattr(base, "step_was_skipped"):
+        raise ValueError(
+            "base_optimizer was prepared by Accelerate, which leaves out some of its steps.\n  Fix: wrap before prepare, "
+            "wrapper = DCPOptimizer(optimizer, model), and prepare the wrapper"
+        )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if any(group.get("maximize") for group in base.param_groups) or getattr(base, "maximize", False):

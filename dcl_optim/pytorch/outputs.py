@@ -57,8 +57,10 @@ def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tenso
     if not found.is_floating_point() or not found.ndim or found.is_nested:
         kind = "nested tensor" if found.is_nested else "tensor"
         raise NoLogits(
-            f"the {kind} that the model returned as its logits is of {found.dtype}, shape {tuple(found.shape)}.\n"
-            "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits=. "
+            f"the {kind} that the model returned as its logits, or penalty got, is of {found.dtype}, shape "
+            f"{tuple(found.shape)}.\n"
+            "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits=; call "
+            "penalty(logits, labels). "
             "Of a nested tensor return the values, logits.values(); or with DCP add their penalty to the loss, "
             "loss + optimizer.penalty(logits.values(), labels)"
         )

@@ -39,6 +39,14 @@ def wrapped(method, model):
     return wrap(method, adamw(model), model, weight=5.0)
 
 
+@EACH_METHOD
+def test_a_prepared_optimizer_is_refused_with_the_order_that_works(method):
+    """It leaves out the steps of micro-batches, which would then be steps of ours."""
+    model = mlp()
+    with accelerator() as prepares, pytest.raises(ValueError, match=r"prepared by Accelerate.*\n.*wrap before prepare"):
+        wrap(method, prepares.prepare(adamw(model)), model)
+
+
 class Script:
     """Training as Accelerate's examples write it, which can be cut after any batch."""
 
