@@ -160,9 +160,10 @@ class ForecastOptimizer(OptimizerWrapper):
         Once there was a batch, the keys stay while the settings do.
 
         ``step`` (optimizer steps so far), ``penalty`` (without the weight), ``weight``, ``alpha`` and ``loss_scale``
-        (what the loss was multiplied by; with the term what the term was) of the last backward pass, nan if its loss was
-        not read, and after a step without one; ``skipped`` (forward passes since the optimizer was made that the line gave no penalty, and steps
-        without a term where others have one); with an automatic weight and more than ten classes ``train_accuracy``.
+        (what the loss was multiplied by; with the term what the term was) of the last backward pass, nan if its loss
+        was not read, and after a step without one; ``skipped`` (forward passes since the optimizer was made that the
+        line gave no penalty, and steps without a term where others have one); with an automatic weight and more than
+        ten classes ``train_accuracy``.
 
         Args:
             prefix: put before each key, as in ``"dcl/"``. Default: nothing.

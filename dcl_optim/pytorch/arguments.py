@@ -46,8 +46,8 @@ def check_arguments(base: Optimizer, model: Any, logits: Any) -> None:
         )
     if hasattr(base, "step_was_skipped"):
         raise ValueError(
-            "base_optimizer was prepared by Accelerate, which leaves out some of its steps.\n  Fix: wrap before prepare, "
-            "wrapper = DCPOptimizer(optimizer, model), and prepare the wrapper"
+            "base_optimizer was prepared by Accelerate, which leaves out some of its steps.\n"
+            "  Fix: wrap before prepare, wrapper = DCPOptimizer(optimizer, model), and prepare the wrapper"
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")

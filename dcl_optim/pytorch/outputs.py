@@ -59,10 +59,9 @@ def find_logits(output: Any, given: Callable[[Any], Any] | None = None) -> Tenso
         raise NoLogits(
             f"the {kind} that the model returned as its logits, or penalty got, is of {found.dtype}, shape "
             f"{tuple(found.shape)}.\n"
-            "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits=; call "
-            "penalty(logits, labels). "
-            "Of a nested tensor return the values, logits.values(); or with DCP add their penalty to the loss, "
-            "loss + optimizer.penalty(logits.values(), labels)"
+            "  Fix: return real floating-point logits with a batch dimension, as in (logits, loss), or pass logits=; "
+            "call penalty(logits, labels). Of a nested tensor return the values, logits.values(); or with DCP add "
+            "their penalty to the loss, loss + optimizer.penalty(logits.values(), labels)"
         )
     return found
 

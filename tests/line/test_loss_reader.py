@@ -453,7 +453,7 @@ def test_a_first_batch_that_is_not_finite_is_no_reason_for_an_error(variant):
     [(False, 3, squares), (True, 1, squares), (False, 2, weighted), (False, 2, mixed), (False, 2, F.nll_loss)],
 )
 def test_later_batches_that_cannot_be_read_get_no_penalty_and_a_warning_says_so_once(resumes, num_read, loss, variant):
-    """Fewer than 20 end no run. That of logits by ``nll_loss`` has no positive entry: no row looks as if it had a gradient."""
+    """Fewer than 20 end no run. That of logits by ``nll_loss`` has no positive entry, as rows without a gradient."""
     optimizer = wrap(variant, mlp())
     fit(optimizer, vectors(num_read))
     if resumes:
