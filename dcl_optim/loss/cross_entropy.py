@@ -16,33 +16,28 @@ in place of a.
 
 **Factor.** All rows have the same a. Without smoothing it is :math:`\lVert g\rVert / \lVert r\rVert`, with
 :math:`r = p - q`. With smoothing it is the median above, as long as the batch has the form's :math:`\epsilon` to the
-last digits: in float32 with at most ``FEW`` classes. What is left of the label's entry follows from the others, as all
-sum to 0, so it is left out.
+last digits: in float32 with at most ``FEW`` classes. The labels' entries follow from the others, as rows sum to 0, so
+they are left out of what is compared.
 
-Otherwise a model that fits may have all p near :math:`\epsilon/K`, where the ratio is rounding. There a b of one and
-a half times the largest entry of g will do, which is never above 1.5a. Besides, a batch's smoothing differs from the
-form's by some b, so that :math:`g = a\,(r + b\,v)` with :math:`v = e_y - 1/K`, and r is soon about as short as
-:math:`b\,v`. But no b is seen by a w that is orthogonal to v:
+Otherwise a batch's smoothing differs a little from the form's, and a model that fits may have all p near
+:math:`\epsilon/K`, where the ratio is rounding. To find the labels a b of one and a half times the largest entry of g
+will do there, which is never above 1.5a. All other entries lie on the line :math:`g = a\,x + c` with
+:math:`x = p - \epsilon/K`. Its slope is a, and c is a times what :math:`\epsilon/K` differs by:
 
-.. math:: a = \frac{\sum w\,g}{\sum w\,r}, \qquad w = r - c\,v, \qquad c = \frac{\sum r\,v}{n\,(1 - 1/K)},
+.. math:: a = \frac{\sum (x - m)\,g}{\sum (x - m)\,x}, \qquad m = \frac{\sum x}{M + \sigma^2/\tau^2},
 
-the sums being those over all entries of the n rows whose gradient is not zero. They need the sums of r g and
-:math:`r^2`, and of r v and g v, which are the sums of the labels' entries and of all. An entry of g is off by u of
-itself at most (u: see below), and so is a by at most
-:math:`u\,\lVert w\rVert\,\lVert g\rVert / \sum w\,g`: about u where the predictions vary from row to row by as much as
-they differ from q, and never mind how well the labels fit. Where they hardly vary r is a multiple of v, and w is
-rounding. So the form's own :math:`\epsilon` counts as one more measurement. It adds :math:`\sigma^2/\tau^2` to n in c.
-The noise :math:`\sigma` of a label's entry is about :math:`u/\sqrt 6` of it, and r is as long as its labels' entries:
-:math:`\sigma^2 = u^2 \lVert r\rVert^2 / (6n)`. The form's :math:`\epsilon` was read from a gradient in that dtype, and
-is off by about :math:`\tau = 0.3u`, a batch's by :math:`3u\epsilon` (see below). So u cancels, and about
-:math:`2\lVert r\rVert^2 / n` is added. Then b follows from the sum of (g - a r) v, and a b of at most a tenth of
-:math:`\epsilon` (``MAX_SHIFT``) is no part of what is left unexplained.
+the sums being those over the M = n (K - 1) entries of the n rows whose gradient is not zero. An entry of g is off by u
+of itself at most (u: see below), and so is a by about u where x varies by as much as its length. Where x hardly varies
+the form's own :math:`\epsilon` measures c, too: c is 0, up to :math:`\tau = 3u\,a\,\epsilon/K` (see below). An entry
+of g has noise of about :math:`u/\sqrt 6` of itself, :math:`\sigma^2 = u^2 a^2 \lVert x\rVert^2 / (6M)`. So u cancels:
+:math:`\sigma^2/\tau^2 = K^2 \lVert x\rVert^2 / (54\,\epsilon^2 M)`. A c of at most a tenth of :math:`a\,\epsilon/K`
+(``MAX_SHIFT``) is no part of what is left unexplained.
 
 A mean over n rows has :math:`a = s/n`, so :math:`s = a\,n`, n being the rows whose gradient is not zero. The last s
 stands in where a batch tells none: where it does not fit, and where the length of r tells it and only rounding is left
 of r.
 
-**Form.** The loss has this form where :math:`\lVert g - a r\rVert` is rounding. If the model ends in ``log_softmax``,
+**Form.** The loss has this form where what is left of g is rounding. If the model ends in ``log_softmax``,
 ``NLLLoss`` gives :math:`g = -a\,e_y`. Log-probabilities have no softmax: with p = 0 the same formulas read them.
 
 Rows with different factors (class and sample weights, focal and symmetric losses) or with several classes (mixup) have
@@ -60,8 +55,7 @@ another form. No gradient tells these losses apart, nor what they were multiplie
   off by as much. To that come :math:`10^{-6}` for the exponentials. On a CPU torch adds so along a dimension that is
   not the last, and in lanes along the last one. So a form includes the layout in which the softmax is taken: with the
   right one p has the errors that it has in the loss.
-- In float16 an entry below :math:`2^{-14}` is rounded by up to :math:`2^{-25}`. With smoothing that moves all entries
-  of a row, and the label's by K times as much. A gradient scaler keeps the entries above.
+- In float16 an entry below :math:`2^{-14}` is rounded by up to :math:`2^{-25}`. A gradient scaler keeps it above.
 - torch computes p from z in float32 if the loss runs under autocast or takes ``z.float()``. On logits in half precision
   it rounds :math:`\log p` to their dtype, and then :math:`p = \exp(\mathrm{round}(\log p))` is off by up to
   :math:`u\,\lvert\log p\rvert` of itself: 3 % where p is 0.001, which is most of r once the model fits. So a form
@@ -103,10 +97,11 @@ MIN_SPREAD = 0.01  # of two classes: how far the labels' probabilities must be a
 TINY = 1e-37
 FEW = 512  # classes, whose sums in float32 are right to the last digits
 MAX_SHIFT = 0.1  # of the form's smoothing, by which that of a batch may differ
-PRIOR = 2.0  # of the form's own smoothing, as a measurement
-RIDGE = 1e-4  # of the number of rows, which decides where float32 leaves no digits of w
+RIDGE = 1e-4  # of m, which decides where float32 leaves no digits of x - m
+HALF_STEP = 2.0**-25  # by which an entry of float16 is rounded, however small it is
 
 Norm = Callable[[Tensor], Tensor]
+Found = tuple[Tensor, Tensor, Tensor, Tensor]  # the labels, a, and the lengths of what is left of g and of g
 PART = 2**18  # numbers of which a CPU's norm in float32 is wrong by at most 0.03 %; of 8M by 0.8 %
 
 
@@ -129,8 +124,9 @@ class Reading(NamedTuple):
 
     Attributes:
         labels: the label of each row (N,), K for none.
-        scale: s, a scalar; the last one if the gradient does not fit, or if the length of r tells it and is rounding.
+        scale: s, a scalar; the last one if the gradient does not tell it.
         fits: whether the gradient has the form; if not, no row has a label.
+        told: whether it tells s: it fits, and without smoothing more than rounding is left of r.
         num_live: how many rows have a gradient.
         rest: the length of what the form leaves unexplained.
     """
@@ -138,6 +134,7 @@ class Reading(NamedTuple):
     labels: Tensor
     scale: Tensor
     fits: Tensor
+    told: Tensor
     num_live: Tensor
     rest: Tensor
 
@@ -164,36 +161,33 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     smoothing = max(form.smoothing, 0.0)
     tolerance = tolerance_of(z.dtype, g.dtype)
     varies = smoothing > 0.0 and (min(z.dtype.itemsize, g.dtype.itemsize) < 4 or num_classes > FEW)
-    half_step = _half_step(g.dtype)
-    rounding = rounding_of(form.in_float32, z.dtype, num_classes)
+    steps = HALF_STEP * math.sqrt(z.numel()) if g.dtype == torch.float16 else 0.0
+    rounding = rounding_of(form.in_float32, z.dtype, num_classes) * math.sqrt(num_rows)
+    zero = constant(0.0, z.device)  # a comparison with a number makes a tensor of it first
     g = wide(g)
     # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
-    live = (g.amin(1) if form.smoothing == LOG else g.amax(1)).ne_(0.0)
+    live = (g.amin(1) if form.smoothing == LOG else g.amax(1)).ne_(zero)
     num_live = live.sum()
     p = _probabilities(form, z)
-    whole = norm(g)
-    if smoothing:
-        y, scale, rest = _read_smoothing(p, g, live, num_live, smoothing, norm, varies)
+    if varies:
+        y, a, rest, whole = _read_varying(p, g, live, num_live, smoothing, norm)
+    elif smoothing:
+        y, a, rest, whole = _read_smoothed(p, g, live, smoothing, norm)
     else:
-        y = torch.add(g, p, alpha=-TINY).argmin(1)  # of entries that are all zero, as of a certain label, the likeliest
-        r = p.scatter_(1, y.unsqueeze(1), -1.0, reduce="add").mul_(live.unsqueeze(1))  # p - q
-        a = whole / norm(r)
-        scale = a * num_live
-        rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))  # nan if no row is live
+        y, a, rest, whole = _read_hard(p, g, live, norm)
+    scale = a * num_live
     excess = torch.sub(rest, whole, alpha=tolerance)
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
     least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
-    limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
-    fits = limit <= half_step * (2.0 * num_classes if smoothing else math.sqrt(num_classes)) * math.sqrt(num_rows)
+    fits = torch.addcdiv(excess, least_scale, num_live, value=-rounding) <= constant(steps, z.device)
     if form.smoothing == LOG:
         fits = fits & ((torch.logsumexp(wide(z), 1) * live).abs() <= NORMALIZED).all()
-    # A comparison with a number makes a tensor of it first.
-    told = fits if varies else excess <= constant(0.0, z.device)
+    told = fits if varies else excess <= zero
     scale = torch.where(told, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
         y = torch.where(torch.logical_and(live, fits), y, constant(num_classes, z.device))
-    return Reading(y, scale, fits, num_live, rest)
+    return Reading(y, scale, fits, told, num_live, rest)
 
 
 @functools.cache
@@ -210,12 +204,6 @@ def _norm_by_rows(rows: Tensor) -> Tensor:
 def _roundoff_of(*dtypes: torch.dtype) -> float:
     """The unit roundoff of the narrowest dtype."""
     return max(torch.finfo(dtype).eps for dtype in dtypes) / 2.0
-
-
-@functools.cache
-def _half_step(dtype: torch.dtype) -> float:
-    """How far a number is rounded at least, however small it is."""
-    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2.0
 
 
 @functools.cache
@@ -243,56 +231,57 @@ def _probabilities(form: Form, z: Tensor) -> Tensor:
     return wide(torch.log_softmax(z, 1)).exp_()
 
 
-def _read_smoothing(
-    p: Tensor, g: Tensor, live: Tensor, num_live: Tensor, smoothing: float, norm: Norm, varies: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The labels, s, and the norm of what is left of g; nan where no row is live. It writes to p.
+def _read_hard(p: Tensor, g: Tensor, live: Tensor, norm: Norm) -> Found:
+    """Read labels without a smoothing. Like the next two it writes to p, and gives nan where no row is live."""
+    y = torch.add(g, p, alpha=-TINY).argmin(1)  # of entries that are all zero, as of a certain label, the likeliest
+    r = p.scatter_(1, y.unsqueeze(1), -1.0, reduce="add").mul_(live.unsqueeze(1))
+    whole = norm(g)
+    a = whole / norm(r)
+    return y, a, norm(torch.addcmul(g, r, a, value=-1.0, out=r)), whole
 
-    Where the smoothing varies, that of the batch may be another one than the form's.
-    """
+
+def _read_smoothed(p: Tensor, g: Tensor, live: Tensor, smoothing: float, norm: Norm) -> Found:
+    """Read labels that have this smoothing to the last digits."""
+    x = _less_share(p, live, smoothing)
+    a = _median_ratio(x, g)
+    left = torch.addcmul(g, x, a, value=-1.0, out=x)
+    y = left.argmin(1)
+    return y, a, norm(left.scatter_(1, y.unsqueeze(1), 0.0)), norm(g)
+
+
+def _read_varying(p: Tensor, g: Tensor, live: Tensor, num_live: Tensor, smoothing: float, norm: Norm) -> Found:
+    """Read labels that have about this smoothing, by the line through the others' entries."""
     num_classes = p.shape[1]
-    r = p.sub_(smoothing / num_classes).mul_(live.unsqueeze(1))  # but for the labels' entries
-    a = _median_ratio(r, g)
-    if not varies:
-        left = torch.addcmul(g, r, a, value=-1.0, out=r)
-        y = left.argmin(1)
-        return (
-            y,
-            a * num_live,
-            norm(left.scatter_(1, y.unsqueeze(1), 0.0)),
-        )  # it follows from the others, as rows sum to 0
-    y = _labels(r, g, torch.maximum(a, 3.0 * g.amax()))
-    r.scatter_(1, y.unsqueeze(1), smoothing - 1.0, reduce="add").mul_(live.unsqueeze(1))  # p - q
-    a, along = _slope(g, r, y, norm(r), num_live)
-    rest = norm(torch.addcmul(g, r, a, value=-1.0, out=r))
-    scale = a * num_live
-    most = MAX_SHIFT * smoothing
-    shift = (along / (scale * (1.0 - 1.0 / num_classes))).clamp_(-most, most)
-    # Without what another smoothing explains:
-    return y, scale, torch.addcmul(rest.square(), along, shift * a, value=-1.0).clamp_(min=0.0).sqrt_()
+    x = _less_share(p, live, smoothing)
+    y = _labels(x, g, torch.maximum(_median_ratio(x, g), 3.0 * g.amax()))
+    x.scatter_(1, y.unsqueeze(1), 0.0)
+    g = g.scatter(1, y.unsqueeze(1), 0.0)
+    number = num_live * (num_classes - 1)
+    squares = norm(x).square()
+    sum_x = x.sum()
+    sum_g = g.sum()
+    prior = (num_classes / smoothing) ** 2 / 54.0
+    mean_x = sum_x / torch.addcdiv(number, squares, number, value=prior)
+    product = torch.addcmul((g * x).sum(), sum_g, mean_x, value=RIDGE - 1.0)
+    a = product / torch.addcmul(squares, sum_x, mean_x, value=RIDGE - 1.0)
+    left = torch.addcmul(g, x, a, value=-1.0, out=x)
+    sum_left = torch.addcmul(sum_g, sum_x, a, value=-1.0)
+    most = MAX_SHIFT * smoothing / num_classes
+    c = a * (sum_left / (a * number)).clamp_(-most, most)
+    rest = torch.addcmul(norm(left).square(), sum_left, c, value=-1.0).clamp_(min=0.0).sqrt_()
+    return y, a, rest, norm(g)
 
 
-def _slope(g: Tensor, r: Tensor, y: Tensor, length: Tensor, num_live: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor of a gradient whose smoothing is its own, and minus the sum of (g - a r) times v."""
-    along_g = _along(g, y)
-    along_r = _along(r, y)
-    squares = length.square()
-    c = along_r / torch.addcdiv(num_live, squares, num_live, value=PRIOR)
-    share = -1.0 / ((1.0 + RIDGE) * (1.0 - 1.0 / r.shape[1]))
-    product = torch.addcmul((g * r).sum(), along_g, c, value=share)
-    a = product / torch.addcmul(squares, along_r, c, value=share)
-    return a, torch.addcmul(along_g, a, along_r, value=-1.0)
+def _less_share(p: Tensor, live: Tensor, smoothing: float) -> Tensor:
+    """p less the share of the smoothing, which is r but for the labels' entries; 0 in other rows."""
+    live = live.unsqueeze(1)
+    return p.mul_(live).sub_(live, alpha=smoothing / p.shape[1])
 
 
-def _along(rows: Tensor, y: Tensor) -> Tensor:
-    """Minus the sum of rows times v. In half precision neither r nor g have rows that sum to 0."""
-    return torch.add(F.nll_loss(rows, y, reduction="sum"), rows.sum(), alpha=1.0 / rows.shape[1])
-
-
-def _median_ratio(r: Tensor, g: Tensor) -> Tensor:
+def _median_ratio(x: Tensor, g: Tensor) -> Tensor:
     # Of three entries one at most is the label's, and the others' ratio is the factor; nan where no row is live.
-    ratios = g[:, :3] / r[:, :3]
-    if r.shape[1] == 2:  # the label's is the lower one, unless the model is too sure of the wrong class
+    ratios = g[:, :3] / x[:, :3]
+    if x.shape[1] == 2:  # the label's is the lower one, unless the model is too sure of the wrong class
         ratios = ratios.amax(1)
     return ratios.nanmedian()
 
@@ -306,43 +295,38 @@ def _labels(p: Tensor, g: Tensor, a: Tensor) -> Tensor:
 
 
 def tells_form(z: Tensor, g: Tensor) -> bool:
-    """Whether a gradient tells forms apart: not all rows are certain. Synchronizes."""
-    return bool(_telling(z, g).any())
+    """Whether rows tell forms apart: one is not certain. Synchronizes.
 
-
-def _telling(z: Tensor, g: Tensor) -> Tensor:
-    """Rows in which a third class has a share; two classes have to differ among the rows."""
+    In such a row a third class has a share; two classes have to differ among the rows.
+    """
     p = torch.softmax(wide(z), 1)
     num_open = int(p.count_nonzero(1).amax())  # of the others a mask has taken the share
-    top = p.topk(2 if num_open > 2 else 1, 1).values.sum(1)
-    rows = (g.abs().amax(1) > 0) & (top < (CERTAIN if num_open > 2 else CERTAIN_OF_TWO))
-    if num_open == 2:
-        spread = torch.where(rows, top, -1.0).amax() - torch.where(rows, top, 2.0).amin()
-        rows = rows & (spread > max(MIN_SPREAD, 5.0 * tolerance_of(z.dtype, g.dtype)))
-    return rows
+    if num_open > 2:
+        return bool((p.topk(2, 1).values.sum(1) < CERTAIN).any())
+    top = p.amax(1)
+    top = top[top < CERTAIN_OF_TWO]
+    return len(top) > 1 and bool(top.amax() - top.amin() > max(MIN_SPREAD, 5.0 * tolerance_of(z.dtype, g.dtype)))
 
 
 def choices(z: Tensor, g: Tensor) -> list[Form]:
-    """Forms that a softmax cross-entropy may have: without a smoothing, and with those that fit. Synchronizes."""
-    forms = []
-    live = g.any(1, keepdim=True)
-    least = 2.0 * tolerance_of(z.dtype, g.dtype)
-    for hard in plain_forms(z):
+    """Forms that a loss may have: of log-probabilities, without a smoothing, and with those that fit. Synchronizes."""
+    forms = [Form(LOG)]
+    for hard in with_each_softmax(0.0, z):
         forms += [hard]
-        for smoothing in _fitted_smoothings(_probabilities(hard, z) * live, wide(g), live):
-            if least < smoothing <= MAX_SMOOTHING:
+        for smoothing in _fitted_smoothings(_probabilities(hard, z), wide(g)):
+            if 2.0 * tolerance_of(z.dtype, g.dtype) < smoothing <= MAX_SMOOTHING:
                 forms += [hard._replace(smoothing=smoothing)]
     return forms
 
 
-def plain_forms(z: Tensor) -> list[Form]:
-    """The form without smoothing, for each arithmetic and layout that a loss may have.
+def with_each_softmax(smoothing: float, z: Tensor) -> list[Form]:
+    """The forms with a smoothing, for each arithmetic and layout that a loss may have.
 
     In float32 the sum of few numbers is the same along both, but for the last digit.
     """
     if z.dtype.itemsize >= 4:
-        return [Form(0.0), Form(0.0, True, False)][: 2 if z.shape[1] > FEW else 1]
-    return [Form(0.0, *options) for options in itertools.product((True, False), (True, False))]
+        return [Form(smoothing), Form(smoothing, True, False)][: 2 if z.shape[1] > FEW else 1]
+    return [Form(smoothing, *options) for options in itertools.product((True, False), (True, False))]
 
 
 def best(readings: dict[Form, Reading]) -> Form | None:
@@ -355,53 +339,46 @@ def best(readings: dict[Form, Reading]) -> Form | None:
     return min(weighed, key=weighed.__getitem__, default=None)
 
 
-def is_rounding(reading: Reading, z: Tensor, g: Tensor) -> bool:
-    """Whether no more than rounding is left of what fits, as of a model that is certain and right. Synchronizes."""
-    return bool(reading.rest > tolerance_of(z.dtype, g.dtype) * torch.linalg.vector_norm(wide(g)))
-
-
 def is_beyond_doubt(form: Form, z: Tensor, g: Tensor) -> bool:
     """Whether rows of which the model is certain have a form as surely as others. Synchronizes.
 
     Not too few numbers for factor and smoothing; nor rows that are all alike, which have the form with any factor, also
     mixed ones; nor a smoothing of two classes of which all predictions are alike, which may as well be class weights.
     """
-    size = g.abs().amax(1)
-    live = size > 0.0
-    if z.shape[1] == 2:
-        size = size[live]
-        top = torch.softmax(wide(z[live]), 1).amax(1)
-        if form.smoothing and top.amax() - top.amin() < MIN_SPREAD:
+    if form.smoothing and z.shape[1] == 2:
+        top = torch.softmax(wide(z), 1).amax(1)
+        if top.amax() - top.amin() < MIN_SPREAD:
             return False
-    return bool(live.sum() * (z.shape[1] - 1) >= 4 and size.amax() > 1.1 * size.amin())
+    return len(z) * (z.shape[1] - 1) >= 4 and _differ(g.abs().amax(1))
 
 
 def each_row_fits(form: Form, z: Tensor, g: Tensor) -> bool:
     """Whether each row has a form by itself, as a batch has it that is beyond doubt. Synchronizes.
 
-    A long row may outweigh the others, so that the length of all does not show that their factors differ. Rows that are
-    all as long have the form with any factor, also mixed ones: two that are no rounding must differ by a tenth.
+    A long row may outweigh the others, so that the length of all does not show that their factors differ. Two rows that
+    are no rounding must differ, too.
     """
-    live = g.any(1)
-    z, g = z[live], g[live]
     num_classes = z.shape[1]
     reading = read(form, z, g)
     factor = reading.scale / len(z)
     labels = F.one_hot(reading.labels.clamp(max=num_classes - 1), num_classes)
     r = _probabilities(form, z) - (1.0 - form.smoothing) * labels - form.smoothing / num_classes
-    tolerance = tolerance_of(z.dtype, g.dtype)
-    rounding = factor * rounding_of(form.in_float32, z.dtype, num_classes)
     size = torch.linalg.vector_norm(wide(g), dim=1)
-    allowed = tolerance * size + rounding
-    told = size[size * tolerance > rounding]
+    told = tolerance_of(z.dtype, g.dtype) * size
+    rounding = factor * rounding_of(form.in_float32, z.dtype, num_classes)
+    allowed = told + rounding
     if form.smoothing:  # which was fitted to all rows
-        allowed += tolerance * size.square().mean().sqrt()
-    if len(told) < 2 or told.amax() < 1.1 * told.amin():
-        return False
-    return bool((torch.linalg.vector_norm(wide(g) - factor * r, dim=1) <= allowed).all())
+        allowed += told.square().mean().sqrt()
+    fit = torch.linalg.vector_norm(wide(g) - factor * r, dim=1) <= allowed
+    return _differ(size[told > rounding]) and bool(fit.all())
 
 
-def _fitted_smoothings(p: Tensor, g: Tensor, live: Tensor) -> list[float]:
+def _differ(size: Tensor) -> bool:
+    """Whether rows differ in length, by a tenth."""
+    return len(size) > 1 and bool(size.amax() > 1.1 * size.amin())
+
+
+def _fitted_smoothings(p: Tensor, g: Tensor) -> list[float]:
     """Smoothings, nan for none: at all entries but the label's g = a (p - smoothing / K), which is a line.
 
     The labels are guessed at first by the largest entry of g/p. It is about a if an entry other than a label's is far
@@ -411,7 +388,7 @@ def _fitted_smoothings(p: Tensor, g: Tensor, live: Tensor) -> list[float]:
     steepest = (g / p.clamp(min=1e-3)).amax()
     for y in (_labels(p, g, steepest), p.argmax(1)):
         for _ in range(2):  # the line through the others is a better guess of a
-            others = live.to(p).expand_as(p).scatter(1, y.unsqueeze(1), 0.0)
+            others = torch.ones_like(p).scatter_(1, y.unsqueeze(1), 0.0)
             mean_p = (p * others).sum() / others.sum()
             mean_g = (g * others).sum() / others.sum()
             centered = (p - mean_p) * others

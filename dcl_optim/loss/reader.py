@@ -16,18 +16,16 @@ import torch
 from torch import Tensor
 
 from dcl_optim.loss.cross_entropy import (
-    LOG,
     Form,
     Reading,
     best,
     choices,
     each_row_fits,
     is_beyond_doubt,
-    is_rounding,
-    plain_forms,
     read,
     tells_form,
     wide_dtype,
+    with_each_softmax,
 )
 from dcl_optim.penalty.layout import to_rows
 from dcl_optim.penalty.pull import Scale
@@ -87,13 +85,13 @@ class LossReader:
         """What a resumed run has to know. Synchronizes."""
         form = self.form or Form(0.0)
         scale = None if self.scale is None else float(self.scale)
-        saved = {"smoothing": self.form and form.smoothing, "in_float32": form.in_float32}
-        return saved | {"classes_last": form.classes_last, "scale": scale, "class_dim": self.class_dim}
+        smoothing = self.form and form.smoothing
+        return form._asdict() | {"smoothing": smoothing, "scale": scale, "class_dim": self.class_dim}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a state."""
-        options = state["in_float32"], state["classes_last"]
-        self.form = None if state["smoothing"] is None else Form(state["smoothing"], *options)
+        form = Form(*(state[field] for field in Form._fields))
+        self.form = None if form.smoothing is None else form
         self.scale = state["scale"]
         self.class_dim = state["class_dim"]
 
@@ -147,53 +145,43 @@ class LossReader:
         sums = {dim: _total_of_sums(gradient, dim) / total for dim in dims}
         order = sorted(dims, key=sums.__getitem__)  # along the classes the gradient of a softmax sums to 0
         for dim in order:
-            may_be_softmax = dim == order[0] or sums[dim] <= SUMS_TO_ZERO
-            reading = self._choose_along(dim, forward, gradient, may_be_softmax, dim == order[0])
+            reading = self._choose_along(dim, forward, gradient, dim == order[0])
             if reading is not None:
                 self.class_dim = dim if gradient.ndim > 2 else None
                 self.unread = None  # as a likelier dimension may have left it
                 return reading
-        self.unread = self.unread or _why(forward.logits, gradient, order[0], sums[order[0]])
+        self.unread = self.unread or _why(*_sample(forward.logits, gradient, order[0]), sums[order[0]])
         self.num_skipped += is_counted
         return None
 
-    def _choose_along(
-        self, dim: int, forward: Forward, gradient: Tensor, may_be_softmax: bool, is_likeliest: bool
-    ) -> Reading | None:
+    def _choose_along(self, dim: int, forward: Forward, gradient: Tensor, is_likeliest: bool) -> Reading | None:
         """Choose a form of the rows along a dimension, and read by it; None if there is none."""
-        z, g = _sample(*(to_rows(tensor, dim) for tensor in (forward.logits, gradient)))
+        z, g = _sample(forward.logits, gradient, dim)
         tells = tells_form(z, g)
-        if tells:
-            forms = [Form(LOG), *(choices(z, g) if may_be_softmax else [])]
-        elif not is_likeliest:
+        if not tells and not is_likeliest:
             return None
-        elif self.form is None:
-            forms = choices(z, g)
-        else:  # the arithmetic of the known form may show once the model fits
-            forms = [plain._replace(smoothing=self.form.smoothing) for plain in plain_forms(z)]
+        # The arithmetic of the known form may show once the model fits.
+        forms = choices(z, g) if tells or self.form is None else with_each_softmax(self.form.smoothing, z)
         readings = {form: self._read_by(form, forward, gradient, dim, None) for form in forms}
         form = best(readings)
+        if form is None:
+            self._certain = []
+            return None
         if self.form is None and not tells:
-            self._look_at_certain(form, readings, z, g)
+            self._look_at_certain(form, readings[form], z, g)
             if not self.is_certain:
                 return None
-        if form is None:
-            return None
         self.form = form
         return readings[form]
 
-    def _look_at_certain(self, form: Form | None, readings: dict[Form, Reading], z: Tensor, g: Tensor) -> None:
+    def _look_at_certain(self, form: Form, reading: Reading, z: Tensor, g: Tensor) -> None:
         """Note whether the first batches, of which the model is certain, show a form beyond doubt; else why not."""
-        if form is None:
-            self._certain = []
-            return
-        if is_rounding(readings[form], z, g):
+        if not bool(reading.told):
             self.unread = Unread.ROUNDING
-        else:
-            self._certain.append(is_beyond_doubt(form, z, g))
-            self.is_certain = any(self._certain) and (len(self._certain) >= PATIENCE or each_row_fits(form, z, g))
-        if not self.is_certain:
-            self.unread = self.unread or Unread.NOTHING
+            return
+        self._certain.append(is_beyond_doubt(form, z, g))
+        self.is_certain = any(self._certain) and (len(self._certain) >= PATIENCE or each_row_fits(form, z, g))
+        self.unread = Unread.NOTHING
 
     def count(self) -> None:
         """Count the unread gradients of those that were noted. Synchronizes."""
@@ -203,24 +191,21 @@ class LossReader:
             self.not_counted = []
 
 
-def _why(z: Tensor, gradient: Tensor, dim: int, sums: float) -> Unread:
-    """Why a gradient has no form, whose sums along the most likely dimension are this share of it."""
-    rows = to_rows(gradient, dim)
-    if rows.shape[1] == 1:
+def _why(z: Tensor, g: Tensor, sums: float) -> Unread:
+    """Why rows have no form, whose sums are this share of their absolute values."""
+    if z.shape[1] == 1:
         return Unread.NO_CLASSES
     if sums > SUMS_TO_ZERO:
         return Unread.SUMS
-    return Unread.FACTORS if tells_form(to_rows(z, dim), rows) else Unread.NOTHING
+    return Unread.FACTORS if tells_form(z, g) else Unread.NOTHING
 
 
-def _sample(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _sample(z: Tensor, gradient: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Rows that have a gradient, at most SAMPLE numbers of them."""
-    num_rows = max(SAMPLE // z.shape[1], 1)
-    if len(z) <= num_rows:
-        return z, g
-    rows = torch.maximum(g.amax(1), -g.amin(1)).nonzero().flatten()
-    rows = rows[:: -(-len(rows) // num_rows)]
-    return z[rows], g[rows]
+    g = to_rows(gradient, dim)
+    rows = g.any(1).nonzero().flatten()
+    rows = rows[:: -(-len(rows) * g.shape[1] // SAMPLE)]
+    return to_rows(z, dim)[rows], g[rows]
 
 
 def _total(gradient: Tensor) -> float:
