@@ -55,6 +55,8 @@ another form. No gradient tells these losses apart, nor what they were multiplie
   off by as much. To that come :math:`10^{-6}` for the exponentials. On a CPU torch adds so along a dimension that is
   not the last, and in lanes along the last one. So a form includes the layout in which the softmax is taken: with the
   right one p has the errors that it has in the loss.
+- Where the labels' entries are left out, p is x and :math:`\epsilon/K`: an error :math:`\delta` of p is one of x, and
+  adds to the tolerance, and one of :math:`\delta\,\epsilon/\sqrt K` in a row.
 - In float16 an entry below :math:`2^{-14}` is rounded by up to :math:`2^{-25}`. A gradient scaler keeps it above.
 - torch computes p from z in float32 if the loss runs under autocast or takes ``z.float()``. On logits in half precision
   it rounds :math:`\log p` to their dtype, and then :math:`p = \exp(\mathrm{round}(\log p))` is off by up to
@@ -162,7 +164,10 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     tolerance = tolerance_of(z.dtype, g.dtype)
     varies = smoothing > 0.0 and (min(z.dtype.itemsize, g.dtype.itemsize) < 4 or num_classes > FEW)
     steps = HALF_STEP * math.sqrt(z.numel()) if g.dtype == torch.float16 else 0.0
-    rounding = rounding_of(form.in_float32, z.dtype, num_classes) * math.sqrt(num_rows)
+    rounding = rounding_of(form.in_float32, z.dtype, num_classes)
+    if smoothing:  # no label's entry is compared
+        tolerance += rounding
+        rounding *= smoothing / math.sqrt(num_classes)
     zero = constant(0.0, z.device)  # a comparison with a number makes a tensor of it first
     g = wide(g)
     # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
@@ -180,7 +185,8 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
     # last one any that is much smaller than before.
     least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
-    fits = torch.addcdiv(excess, least_scale, num_live, value=-rounding) <= constant(steps, z.device)
+    limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
+    fits = limit <= constant(steps, z.device)
     if form.smoothing == LOG:
         fits = fits & ((torch.logsumexp(wide(z), 1) * live).abs() <= NORMALIZED).all()
     told = fits if varies else excess <= zero
