@@ -55,8 +55,8 @@ another form. No gradient tells these losses apart, nor what they were multiplie
   off by as much. To that come :math:`10^{-6}` for the exponentials. On a CPU torch adds so along a dimension that is
   not the last, and in lanes along the last one. So a form includes the layout in which the softmax is taken: with the
   right one p has the errors that it has in the loss.
-- Where the labels' entries are left out, p is x and :math:`\epsilon/K`: an error :math:`\delta` of p is one of x, and
-  adds to the tolerance, and one of :math:`\delta\,\epsilon/\sqrt K` in a row.
+- Where the labels' entries are left out, p is x and :math:`\epsilon/K`. Of these :math:`\delta` is a share, which adds
+  to the tolerance: x is not much shorter than :math:`\epsilon/K`, of a model that is trained.
 - In float16 an entry below :math:`2^{-14}` is rounded by up to :math:`2^{-25}`. A gradient scaler keeps it above.
 - torch computes p from z in float32 if the loss runs under autocast or takes ``z.float()``. On logits in half precision
   it rounds :math:`\log p` to their dtype, and then :math:`p = \exp(\mathrm{round}(\log p))` is off by up to
@@ -163,12 +163,10 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     smoothing = max(form.smoothing, 0.0)
     tolerance = tolerance_of(z.dtype, g.dtype)
     varies = smoothing > 0.0 and (min(z.dtype.itemsize, g.dtype.itemsize) < 4 or num_classes > FEW)
-    steps = HALF_STEP * math.sqrt(z.numel()) if g.dtype == torch.float16 else 0.0
     rounding = rounding_of(form.in_float32, z.dtype, num_classes)
-    if smoothing:  # no label's entry is compared
-        tolerance += rounding
-        rounding *= smoothing / math.sqrt(num_classes)
-    zero = constant(0.0, z.device)  # a comparison with a number makes a tensor of it first
+    # A comparison with a number makes a tensor of it first.
+    zero = constant(0.0, z.device)
+    steps = constant(HALF_STEP * math.sqrt(z.numel()) if g.dtype == torch.float16 else 0.0, z.device)
     g = wide(g)
     # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
     live = (g.amin(1) if form.smoothing == LOG else g.amax(1)).ne_(zero)
@@ -181,15 +179,17 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     else:
         y, a, rest, whole = _read_hard(p, g, live, norm)
     scale = a * num_live
-    excess = torch.sub(rest, whole, alpha=tolerance)
-    # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and the
-    # last one any that is much smaller than before.
-    least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
-    limit = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows))
-    fits = limit <= constant(steps, z.device)
+    if smoothing:  # no label's entry is compared, so that rounding is a share of the others
+        told = fits = torch.sub(rest, whole, alpha=tolerance + rounding) <= steps
+    else:
+        excess = torch.sub(rest, whole, alpha=tolerance)
+        told = excess <= zero
+        # All rows may be certain, so that only rounding is left of r. A larger a would explain any gradient by it, and
+        # the last one any that is much smaller than before.
+        least_scale = scale if last_scale is None else torch.minimum(scale, last_scale)
+        fits = torch.addcdiv(excess, least_scale, num_live, value=-rounding * math.sqrt(num_rows)) <= steps
     if form.smoothing == LOG:
         fits = fits & ((torch.logsumexp(wide(z), 1) * live).abs() <= NORMALIZED).all()
-    told = fits if varies else excess <= zero
     scale = torch.where(told, scale, 1.0 if last_scale is None else last_scale)
     if wants_labels:
         y = torch.where(torch.logical_and(live, fits), y, constant(num_classes, z.device))
