@@ -52,7 +52,7 @@ class WeightAverage(Forecaster):
 
     def predict(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.no_grad():
-            output = self._replay.call(self.module, *self._replay.arguments(args, kwargs))
+            output = self._replay.call(self.module, self._replay.arguments(args, kwargs))
         forward.prediction = find_logits(output)
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from dcl_optim.companion import copying
 from dcl_optim.companion.network import TINY, CompanionOptions, Network
 from dcl_optim.companion.optimizer import add_note, are_zero, check_optimizer
-from dcl_optim.companion.replay import Arguments, Replay, copied
+from dcl_optim.companion.replay import Arguments, Replay
 from dcl_optim.companion.rows import Rows
 from dcl_optim.forecaster import Forecaster, Labels
 from dcl_optim.penalty.distances import Distance
@@ -121,9 +121,8 @@ class Companion(Forecaster):
         """Begin with nothing to learn."""
         self._rows.generator = None
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
-        self._has_predicted = False  # in this step
         self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
-        self._half_factor: Tensor | None = None  # of all gradients in float16
+        self._half_factor: Tensor | None = None  # of all gradients, once there were logits in float16
 
     @functools.cached_property
     def network(self) -> Network:
@@ -150,25 +149,24 @@ class Companion(Forecaster):
         network = self.network
         arguments = self._replay.arguments(args, kwargs)
         checks = not network.has_predicted
+        before = copying.written(self._model) if checks else []
         is_equal = checks and self._is_copy and network.is_new  # to the model
-        shape = forward.shape
         seed = forward.step_number * self._group.size + self._group.rank  # ranks have rows of their own
         try:
             drawn, part = self._rows.draw(forward, arguments, network.module, self._call, seed)
-            if drawn is not None:
-                shape = torch.Size([len(drawn), *shape[1:]])
-                if is_equal:
-                    self._compare_whole(arguments, forward)
-            before = copying.written(self._model) if checks else []
+            if is_equal and drawn is not None:
+                self._compare_whole(arguments, forward)
             logits = self._call(part)
         except Exception as error:
             add_note(error, IN_COMPANION)
             raise
+        length = forward.shape[0] if drawn is None else len(drawn)
+        shape = (length, *forward.shape[1:])
         if logits.shape != shape:
             raise ValueError(
-                f"companion gives logits of shape {tuple(logits.shape)} where the model gives "
-                f"{tuple(shape)}. Pass a companion with the outputs of the model, or after a change "
-                "of the model's head build the base optimizer and wrap it again"
+                f"companion gives logits of shape {tuple(logits.shape)} where the model gives {shape}. Pass a "
+                "companion with the outputs of the model, or after a change of the model's head build the base "
+                "optimizer and wrap it again"
             )
         if checks:
             if copying.written(self._model) != before:
@@ -176,24 +174,22 @@ class Companion(Forecaster):
             copying.require_own_leaves(logits, self._model, self._base, network.module)
             if is_equal and drawn is None:
                 copying.require_equal(forward.logits, logits.detach())
-            if not logits.is_meta:
-                self._masks.look_for(logits)  # of a companion from a state, which may mask what the model does not
+            self._masks.look_for(logits)  # of a companion from a state, which may mask what the model does not
             network.has_predicted = True
         forward.prediction = Prediction(logits, drawn)
-        self._has_predicted = True
 
     def _compare_whole(self, arguments: Arguments, forward: Forward) -> None:
         """Check that a new copy equals the model, of the whole batch, but without a graph, and leave no trace."""
         buffers = list(self.network.module.buffers())
         before = [buffer.clone() for buffer in buffers]
         with torch.no_grad():
-            logits = self._call(copied(arguments))
+            logits = self._call(arguments.copied())
             for buffer, value in zip(buffers, before, strict=True):
                 buffer.copy_(value)
         copying.require_equal(forward.logits, logits)
 
     def _call(self, arguments: Arguments) -> Tensor:
-        return find_logits(self._replay.call(self.network.module, *arguments), self._logits)
+        return find_logits(self._replay.call(self.network.module, arguments), self._logits)
 
     def pull(self, forward: Forward, labels: Labels | None) -> Pull:
         prediction: Prediction = forward.prediction
@@ -214,36 +210,32 @@ class Companion(Forecaster):
 
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
-        if not len(forward.rows) or not prediction.logits.requires_grad:
-            return
         logits = prediction.logits
+        if not len(forward.rows) or not logits.requires_grad:
+            return
         prediction.logits = logits.detach()  # the graph waits in _pending, for one backward pass of all together
-        z, c = pull.lesson
-        towards = pull_towards_target(self.distance, z, c, pull, alpha)
+        towards = pull_towards_target(self.distance, *pull.lesson, pull, alpha)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
-        size = scale
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
-            half_factor = self._smaller_half_factor(towards.slope)
-            gradient = gradient * half_factor
-            size = size * half_factor
+            self._fit_into_half(towards.slope)
+        if self._half_factor is not None:
+            gradient = gradient * self._half_factor
         self._pending.append((logits, gradient.to(logits)))
-        self._total_scale = size if self._total_scale is None else self._total_scale + size
+        self._total_scale = scale if self._total_scale is None else self._total_scale + scale
 
-    def _smaller_half_factor(self, gradient: Tensor) -> Tensor:
-        """What gradients of the step are multiplied by so that no sum of rows overflows in float16, or underflows.
+    def _fit_into_half(self, gradient: Tensor) -> None:
+        """Choose what all gradients of the step are multiplied by: no sum of rows overflows in float16, or underflows.
 
-        The smallest factor of all forward passes, also for what they have brought before.
+        It is the smallest factor of all forward passes, also for what they have brought before.
         """
         factor = HALF_SIZE / gradient.abs().sum(0).amax().clamp(min=TINY)
-        before = self._half_factor
-        if before is not None and self._total_scale is not None:
-            factor = torch.minimum(factor, before)
-            share = factor / before
-            for brought in (*gradients_of(self.network.own), *(waiting for _, waiting in self._pending)):
-                brought.mul_(share)
-            self._total_scale = self._total_scale * share
+        share = factor
+        if self._half_factor is not None:
+            factor = torch.minimum(factor, self._half_factor)
+            share = factor / self._half_factor
+        for brought in (*gradients_of(self.network.own), *(waiting for _, waiting in self._pending)):
+            brought.mul_(share)
         self._half_factor = factor
-        return factor
 
     def pass_over(self, forward: Forward) -> None:
         """Run the backward pass of sharded layers by zeros, since the other ranks run theirs."""
@@ -272,10 +264,12 @@ class Companion(Forecaster):
     def learn(self, alpha: float) -> None:
         if self._pending:  # which only compiled autograd leaves
             self.end_backward()
-        has_ranks = self._group.size > 1 and self._has_predicted  # each of which must bring the same to the reduction
+        has_ranks = self._group.size > 1  # each of which must bring the same to the reduction
         total = self._total_scale
-        if has_ranks or total is not None:
-            self.network.step(0.0 if total is None else total, has_ranks)
+        if total is None and has_ranks:
+            total = 0.0
+        if total is not None:
+            self.network.step(total if self._half_factor is None else total * self._half_factor, has_ranks)
         self._start()
 
     def check_values(self) -> None:

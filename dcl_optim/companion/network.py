@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, add_note, are_zero, make_optimizer
-from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
 from dcl_optim.penalty.pull import Scale
 from dcl_optim.pytorch.arguments import check_state
@@ -26,7 +25,7 @@ from dcl_optim.pytorch.parameters import (
     parameters_of,
     requires_grad,
 )
-from dcl_optim.pytorch.ranks import DataParallelGroup, any_sharded, local_parts
+from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts
 
 TINY = 1e-30  # what can be divided by
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
@@ -78,8 +77,6 @@ class Network:
     _num_ranks = 0  # at the last forward pass; 0 before the first
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
-        if has_other_parameters(base, model):
-            raise ValueError(NOTHING_TO_TRAIN)
         self._model = model
         self._base = base
         self._options = options
@@ -89,7 +86,8 @@ class Network:
         self._known = _trained_by(base)
         self._seen: list[Any] = []  # the groups at the last forward
         self.device = next(parameters_of(base)).device
-        with forked_rng(self.device), torch.inference_mode(False):
+        # Some layers draw when they are copied, as for a random name.
+        with torch.random.fork_rng([], device_type="cpu"), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
             names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
             own = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in names}
@@ -107,13 +105,6 @@ class Network:
         self._modules = [(model, self.module)]
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
-        # In which layers keep tensors, and which the script clears.
-        self._lists = [
-            (value, getattr(ours, name, []))
-            for theirs, ours in self._modules
-            for name, value in vars(theirs).items()
-            if self._is_copy and isinstance(value, list)
-        ]
 
     # ---- following the model and its optimizer -----------------------------------------------------------------------
 
@@ -141,10 +132,8 @@ class Network:
         """Bring the companion to where the model is."""
         if self._group.size != self._num_ranks:  # DistributedDataParallel may come later than the companion
             self._num_ranks = self._group.size
-            self.wide.read_network()
-            self._group.broadcast(weight.data for weight in self._weights)
+            self._group.broadcast(parameter.data for parameter in self.own)
             self._group.broadcast(self.module.buffers())
-            self.wide.write_network()
         forward: Any = vars(self._model).get("forward")
         if forward is not self._forward and self._is_copy:  # by a library: Lightning for a call, Accelerate
             self._forward = forward
@@ -154,8 +143,6 @@ class Network:
         for theirs, ours in self._modules:
             if ours.training != theirs.training:
                 ours.train(theirs.training)
-        for kept, copied in self._lists:
-            del copied[len(kept) :]
 
     def _follow_options(self) -> None:
         """Give the groups the base's learning rate, weight decay and momentum."""
@@ -175,7 +162,7 @@ class Network:
                 weight.grad = torch.zeros_like(weight)
 
     def step(self, total: Scale, has_ranks: bool) -> None:
-        """Step with the base's options, unless no gradient was other than 0; its draws are not taken from the script's.
+        """Step with the base's options, unless no gradient was other than 0.
 
         To ask whether one was synchronizes, mostly in two steps.
 
@@ -189,21 +176,18 @@ class Network:
         if has_ranks:
             self._fill_gradients()
         gradients = list(gradients_of(self._weights))
-        if has_ranks and any_sharded(gradients):  # this rank has parts of the gradients of all
-            total = torch.as_tensor(total, dtype=torch.float32, device=self.device).clone()
-            self._group.average([total])
+        if has_ranks:  # that of the ranks' forward passes together
+            total = torch.as_tensor(total, dtype=torch.float32, device=gradients[0].device).clone()
+            self._group.average([total, *gradients])
         if gradients:
             parts = local_parts(gradients)
             divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
             torch._foreach_div_(parts, divisor)
-        if has_ranks:
-            self._group.average(gradients)
         self._follow_options()
         self.has_begun = self.has_begun or not are_zero(gradients)
         if self.has_begun:
             try:
-                with forked_rng(self.device):
-                    self.optimizer.step()
+                self.optimizer.step()
             except Exception as error:
                 add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
                 raise
@@ -230,9 +214,8 @@ class Network:
 
     def clear_gradients(self) -> None:
         """Drop the gradients."""
-        self.optimizer.zero_grad()
-        for parameter in self.wide.weights:
-            parameter.grad = None
+        for weight in (*self.own, *self._weights):
+            weight.grad = None
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

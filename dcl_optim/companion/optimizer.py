@@ -21,10 +21,9 @@ PASS_ANOTHER = "pass companion_optimizer=<callable that builds another optimizer
 
 
 def are_zero(gradients: Iterable[Tensor]) -> bool:
-    """Whether all are 0, on all ranks if they are shards; one whose values cannot be read is not."""
+    """Whether all are 0, on all ranks if they are shards. Synchronizes."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    can_read = not any(gradient.is_meta for gradient in dense)
-    return can_read and sum_of_norms(dense, math.inf) == 0
+    return sum_of_norms(dense, math.inf) == 0
 
 
 def check_optimizer(base: Optimizer, make: MakeOptimizer | None) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import functools
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dcl_optim.pytorch.internals import map_leaves
+from dcl_optim.pytorch.internals import flatten_tree, unflatten_tree
 
 CPU = torch.device("cpu")
 THREADS = (
@@ -20,7 +18,29 @@ THREADS = (
     "  Fix: give each thread another model and optimizer, or hold a lock from the forward pass to the step"
 )
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+class Arguments(NamedTuple):
+    """What a network is called with, flattened: a step copies and cuts the leaves, and nests them once.
+
+    Attributes:
+        leaves: tensors, and whatever else is no container that torch's pytree knows.
+        structure: how they are nested.
+        names: the number of positional arguments, and the names of the others.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    names: tuple[Any, ...]
+
+    def copied(self) -> Arguments:
+        """Copy what a network may write to: tensors, out of their graph, and of other objects the outermost."""
+        # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one. But
+        # no leaf, which the companion's forward could not write to.
+        leaves = [
+            leaf.detach().requires_grad_(leaf.requires_grad).clone() if isinstance(leaf, Tensor) else _shallow(leaf)
+            for leaf in self.leaves
+        ]
+        return self._replace(leaves=leaves)
 
 
 class Replay:
@@ -34,31 +54,31 @@ class Replay:
         >>> replay, x = Replay(), torch.ones(8, 2)
         >>> replay.before_forward((x,), {}, x.device)
         >>> z = model(x)
-        >>> torch.equal(z, replay.call(model, *replay.arguments((x,), {})))
+        >>> torch.equal(z, replay.call(model, replay.arguments((x,), {})))
         True
     """
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         """Keep arguments and RNG state of the forward pass that begins, on this device."""
-        self._given: Arguments = args, kwargs
+        self._given = args, kwargs
         self._thread = threading.get_ident()
-        self._arguments = copied(self._given)
+        self._arguments: Any = _flattened(args, kwargs).copied()
         self._device = device
-        self._rng_states = [torch.get_rng_state()]
-        if device != CPU and device.type != "meta":
-            self._rng_states.append(torch.get_device_module(device).get_rng_state(device))
+        self._others = [] if device == CPU else [device]  # that have a generator of their own
+        self._state = torch.get_rng_state()
+        self._states = [torch.get_device_module(other).get_rng_state(other) for other in self._others]
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
         if self._thread != threading.get_ident():
             raise RuntimeError(THREADS)
         arguments: Arguments = self._arguments
-        if self._given[0] is not args or self._given[1] is not kwargs:  # a later pre-hook has put others in their place
-            arguments = copied((args, kwargs))
         self._arguments = None
+        if self._given[0] is not args or self._given[1] is not kwargs:  # a later pre-hook has put others in their place
+            return _flattened(args, kwargs).copied()
         return arguments
 
-    def call(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, network: nn.Module, arguments: Arguments) -> Any:
         """Call a network with the random draws of the forward pass whose arguments were asked for."""
         hooks: AbstractContextManager[Any] = nullcontext()
         try:
@@ -67,37 +87,21 @@ class Replay:
         except RuntimeError:  # some are, as those of a non-reentrant checkpoint, which does not run this network again
             # Detached, a saved output does not hold the graph that holds it.
             hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
-        with forked_rng(self._device), hooks:
-            of_cpu, *of_device = self._rng_states
-            torch.set_rng_state(of_cpu)
-            for state in of_device:
-                torch.get_device_module(self._device).set_rng_state(state, self._device)
+        args, kwargs = unflatten_tree(arguments.leaves, arguments.structure)
+        with torch.random.fork_rng(self._others, device_type=self._device.type), hooks:
+            torch.set_rng_state(self._state)
+            for other, state in zip(self._others, self._states, strict=True):
+                torch.get_device_module(other).set_rng_state(state, other)
             return network(*args, **kwargs)
 
 
-def _copy(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        # Still in need of a gradient: a reentrant checkpoint inside the companion would skip its block without one. But
-        # no leaf, which the companion's forward could not write to.
-        return leaf.detach().requires_grad_(leaf.requires_grad).clone()
+def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    leaves, structure = flatten_tree((args, kwargs))
+    return Arguments(leaves, structure, (len(args), *kwargs))
+
+
+def _shallow(leaf: Any) -> Any:
     try:
         return copy.copy(leaf)  # a batch in which forward keeps its outputs
     except Exception:  # whatever a class raises of which there is no copy, such as a generator
         return leaf
-
-
-# Copies what a network may write to: tensors, and objects that torch's pytree does not know, these shallowly.
-copied: Callable[[Arguments], Any] = functools.partial(map_leaves, _copy)
-
-
-def forked_rng(device: torch.device) -> AbstractContextManager[Any]:
-    """Give the generators that may draw on this device, the CPU's and its own, back as they were.
-
-    Examples:
-        >>> _ = torch.manual_seed(0)
-        >>> with forked_rng(CPU):
-        ...     first = torch.rand(3)
-        >>> torch.equal(first, torch.rand(3))
-        True
-    """
-    return torch.random.fork_rng([] if device == CPU else [device], device_type=device.type)

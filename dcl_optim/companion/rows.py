@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dcl_optim.companion.replay import Arguments, copied
+from dcl_optim.companion.replay import Arguments
 from dcl_optim.progress import Forward, are_close
-from dcl_optim.pytorch.internals import map_tensors, tensors_of, warn_once
+from dcl_optim.pytorch.internals import warn_once
 
 HALF = 0.5
 FEWEST = 2  # of which batch norm can take statistics
@@ -73,11 +73,14 @@ class Rows:
             self.generator = torch.Generator().manual_seed(seed)
         drawn = torch.randperm(length, generator=self.generator, device="cpu")[:number]
         rows = drawn.to(forward.rows.device, non_blocking=True)
-        is_cut = [not tensor.is_nested and tensor.shape[:1] == (length,) for tensor in tensors_of(arguments)]
-        case = (len(arguments[0]), *arguments[1], *is_cut)
+        is_cut = [
+            isinstance(leaf, Tensor) and not leaf.is_nested and leaf.shape[:1] == (length,)
+            for leaf in arguments.leaves
+        ]
+        case = (*arguments.names, *is_cut)
         if case not in self._can_cut:
             with torch.no_grad(), _in_evaluation(network):
-                self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, is_cut, call, length, rows)
+                self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, is_cut, call, rows, length)
         if self._can_cut[case]:
             return rows, cut(arguments, is_cut, rows)
         if self._is_given:
@@ -85,22 +88,23 @@ class Rows:
         return None, arguments
 
 
-def cut(arguments: Arguments, is_cut: list[bool], rows: Tensor) -> Any:
-    """Take rows of some tensors; which ones is told in their order.
+def cut(arguments: Arguments, is_cut: list[bool], rows: Tensor) -> Arguments:
+    """Take rows of some leaves.
 
     Examples:
-        >>> x, mask = torch.arange(6).view(3, 2), torch.ones(2)
-        >>> cut(((x,), {"mask": mask}), [True, False], torch.tensor([2, 0]))
-        ((tensor([[4, 5],
-                [0, 1]]),), {'mask': tensor([1., 1.])})
+        >>> arguments = Arguments([torch.arange(6).view(3, 2), torch.ones(2)], None, (2,))
+        >>> cut(arguments, [True, False], torch.tensor([2, 0])).leaves
+        [tensor([[4, 5],
+                [0, 1]]), tensor([1., 1.])]
     """
-    are_cut = iter(is_cut)
-    return map_tensors(
-        lambda tensor: tensor.index_select(0, rows.to(tensor.device)) if next(are_cut) else tensor, arguments
-    )
+    leaves = [
+        leaf.index_select(0, rows.to(leaf.device)) if has_rows else leaf
+        for leaf, has_rows in zip(arguments.leaves, is_cut, strict=True)
+    ]
+    return arguments._replace(leaves=leaves)
 
 
-def _is_same_by_rows(arguments: Arguments, is_cut: list[bool], call: Call, length: int, rows: Tensor) -> bool:
+def _is_same_by_rows(arguments: Arguments, is_cut: list[bool], call: Call, rows: Tensor, length: int) -> bool:
     """Whether the logits of rows in a part of the batch are those in the whole batch.
 
     First the other rows are replaced by copies of these: a graph whose edges leave the part is then no error of an
@@ -108,12 +112,10 @@ def _is_same_by_rows(arguments: Arguments, is_cut: list[bool], call: Call, lengt
     """
     repeated = rows.repeat(length // len(rows) + 1)[:length]
     try:
-        whole = call(copied(arguments))
-        expected = whole.index_select(0, rows)
+        expected = call(arguments.copied()).index_select(0, rows)
         for chosen in (repeated, rows):
-            found = call(cut(copied(arguments), is_cut, chosen))
-            has_shape = found.shape == (len(chosen), *whole.shape[1:])
-            if not has_shape or not (whole.is_meta or are_close(expected, found[: len(rows)], ROUNDING)):
+            found = call(cut(arguments.copied(), is_cut, chosen))[: len(rows)]
+            if not are_close(expected, found, ROUNDING):
                 return False
     except Exception:  # whatever a model raises for a batch that it was not made for
         return False

@@ -19,8 +19,9 @@ Scale = float | Tensor
 class Pull(NamedTuple):
     r"""The penalty of a batch, the mean :math:`\Delta(z, c) = \frac1n\sum_i w_i\,\delta(z_i, c_i)`, and its gradient.
 
-    The gradient for row i of z is ``slope[i] * factor * weights[i] / lengths[i]``. It is not multiplied out: one kernel
-    then multiplies it by the factor on the loss and the weight too, and adds it to the gradient of the loss.
+    The gradient for row i of z is ``slope[i] * factor * weights[i]``, and times ``radius / norms[i]`` where that is
+    below 1. It is not multiplied out: one kernel then multiplies it by the factor on the loss and the weight too, and
+    adds it to the gradient of the loss.
 
     Attributes:
         value: called with a factor, or without one for 1, it gives the penalty times that, a scalar: only logs and the
@@ -28,8 +29,8 @@ class Pull(NamedTuple):
         slope: (N, K), in float32 or wider.
         factor: a number.
         weights: (N,); None for 1.
-        lengths: (N,); None for 1.
         norms: of the rows of slope, (N,), where slope is z - c; else None.
+        radius: the norm from which on the distance is linear.
         lesson: what the forecaster learns from, without the labels: it may not read the logits again.
         drawn: where the rows are those of a part of the batch: its numbers along the logits' dimension 0. The others
             are not pulled.
@@ -39,8 +40,8 @@ class Pull(NamedTuple):
     slope: Tensor
     factor: float
     weights: Tensor | None = None
-    lengths: Tensor | None = None
     norms: Tensor | None = None
+    radius: float = math.inf
     lesson: Any = None
     drawn: Tensor | None = None
 
@@ -67,8 +68,9 @@ class Pull(NamedTuple):
                 of_rows = given if of_rows is None else of_rows * given
             else:
                 factor *= given
-        if self.lengths is not None:
-            of_rows = (1.0 if of_rows is None else of_rows) / self.lengths
+        if self.norms is not None and self.radius < math.inf:
+            factor *= self.radius
+            of_rows = (1.0 if of_rows is None else of_rows) / self.norms.clamp(min=self.radius)
         if of_rows is None:
             of_rows = constant(1.0, self.slope.device)
         other = constant(0.0, self.slope.device)
@@ -113,9 +115,7 @@ def pull_of(
     elif number is not None:
         divisor = max(number, 1.0)
     if isinstance(distance, SquaredDistance):  # in every step by default, so written out
-        slope = difference(z, c)
-        norms = torch.linalg.vector_norm(slope, dim=1)
-        return _squared_pull(distance, slope, norms, weights, divisor)
+        return _squared_pull(distance, z, c, weights, divisor)
     return _differentiated_pull(distance, z, c, weights, divisor)
 
 
@@ -125,25 +125,21 @@ def pull_towards_target(distance: Distance, z: Tensor, c: Tensor, pull: Pull, al
     Args:
         distance: a function (z, c) of rows that returns one value a row.
         z, c: rows (N, K).
-        pull: what :func:`pull_of` gave for z and c, whose slope is used again.
+        pull: what :func:`pull_of` gave for z and c.
         alpha: the share of c in the target.
     """
-    number = float(max(len(z), 1))
-    if not isinstance(distance, SquaredDistance):
-        return _differentiated_pull(distance, c, companion_target(z, c, alpha), None, number)
-    assert pull.norms is not None
+    if pull.norms is None:
+        return pull_of(distance, c, companion_target(z, c, alpha))
     # c less its target is z - c times -(1 - alpha): one difference serves both gradients.
     share = 1.0 - alpha
-    towards = _squared_pull(distance, pull.slope, pull.norms, None, number, share)
-    return towards._replace(factor=-share * towards.factor)
+    radius = pull.radius / share if share else math.inf
+    return pull._replace(factor=-share * pull.factor, radius=radius, drawn=None)
 
 
-def _squared_pull(
-    distance: SquaredDistance, slope: Tensor, norms: Tensor, weights: Tensor | None, number: float, share: float = 1.0
-) -> Pull:
-    """The penalty whose difference is this share of the slope."""
+def _squared_pull(distance: SquaredDistance, z: Tensor, c: Tensor, weights: Tensor | None, number: float) -> Pull:
+    slope = difference(z, c)
+    norms = torch.linalg.vector_norm(slope, dim=1)
     radius, factor = distance.sizes(slope.shape[1])
-    radius = radius / share if share else math.inf
     factor /= number
 
     def value(scale: Scale = 1.0) -> Tensor:
@@ -151,9 +147,7 @@ def _squared_pull(
         total = distances.sum() if weights is None else torch.dot(distances, weights.to(distances))
         return total * (factor * scale)
 
-    if radius == math.inf:
-        return Pull(value, slope, factor, weights, None, norms)
-    return Pull(value, slope, factor * radius, weights, norms.clamp(min=radius), norms)
+    return Pull(value, slope, factor, weights, norms, radius)
 
 
 def _differentiated_pull(distance: Distance, z: Tensor, c: Tensor, weights: Tensor | None, number: float) -> Pull:

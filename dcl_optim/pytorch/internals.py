@@ -80,11 +80,9 @@ def version_of(tensor: Tensor) -> int:
 version = attrgetter("_version")  # the same of a tensor that requires a gradient, and so is no inference tensor
 
 
-# Applies a function to every tensor in nested containers; one that torch's pytree does not know is handed on.
-map_tensors: Callable[[Callable[[Tensor], Any], Any], Any] = functools.partial(pytree.tree_map_only, Tensor)
-
-# The same for everything in nested containers, also for a container that torch's pytree does not know.
-map_leaves = pytree.tree_map
+# What lies in nested containers, and how they are nested; a container that torch's pytree does not know is a leaf.
+flatten_tree = pytree.tree_flatten
+unflatten_tree = pytree.tree_unflatten
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -307,47 +307,6 @@ def test_a_given_companion_begins_without_the_gradients_of_the_script():
     assert_same_networks(*found)
 
 
-class Keeping(nn.Module):
-    """Appends its hidden values to a list, which the script empties."""
-
-    def __init__(self, reads=False):
-        super().__init__()
-        self.net, self.reads = mlp(), reads
-        self.kept = []
-
-    def forward(self, x):
-        hidden = self.net[:2](x)
-        self.kept.append(hidden)
-        read = self.kept if self.reads else [hidden]
-        return self.net[2:](hidden) + 0.1 * sum(map(torch.mean, read))
-
-
-@pytest.mark.parametrize("replaces", [True, False])
-def test_a_list_that_the_script_empties_does_not_grow_in_the_companion(replaces):
-    model = Keeping()
-    optimizer = wrap(model)
-    for x, y in batches(6):
-        fit(optimizer, [(x, y)])
-        if replaces:
-            model.kept = []
-        else:
-            model.kept.clear()
-            assert len(optimizer.companion.kept) == 1
-    assert len(optimizer.companion.kept) <= 2
-
-
-def test_a_list_that_the_script_empties_is_empty_for_the_companion_too():
-    found = []
-    for reads in (True, False):
-        model = Keeping(reads)
-        optimizer = wrap(model)
-        for batch in DATA:
-            fit(optimizer, [batch])
-            model.kept.clear()
-        found.append(optimizer.companion)
-    assert_same(*found)
-
-
 def test_a_model_whose_parameters_are_another_list_trains():
     class Listed(nn.Linear):
         """As a MAML script: ``parameters`` gives those of the inner loop, as a list."""

@@ -156,7 +156,7 @@ def test_the_gradient_towards_the_target_is_that_of_the_distance_to_it(name, alp
     function, (z, c) = FUNCTIONS[name], random_rows()
     leaf = c.clone().requires_grad_()
     function(leaf, alpha * c + (1 - alpha) * z).mean().backward()
-    found = pull_towards_target(function, z, c, by_rows(function, z, c), alpha)
+    found = pull_towards_target(function, z, c, pull_of(function, z, c), alpha)
     assert_same(gradient_of(found), leaf.grad, **CLOSE)
 
 
