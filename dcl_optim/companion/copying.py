@@ -64,11 +64,12 @@ def _not_copied(model: nn.Module, base: Optimizer) -> dict[int, Any]:
     """What a copy has in place of some of the model's objects, by their id, as deepcopy's memo takes it."""
     modules = list(model.modules())
     hooks = [hook for module in modules for _, _, hook in hooks_of(module)]
-    memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
     attributes = [value for module in modules for value in vars(module).values()]
+    memo: dict[int, Any] = {id(hook): hook for hook in hooks if not _is_copied(hook, modules)}
     memo |= {id(value): value for value in attributes if isinstance(value, KEPT)}
-    computed = [tensor for tensor in tensors_of(attributes) if tensor.grad_fn is not None]
-    memo |= {id(tensor): tensor.detach().clone() for tensor in computed}  # torch copies no tensor with a graph
+    for tensor in tensors_of(attributes):
+        if tensor.grad_fn is not None:  # torch copies no tensor with a graph
+            memo[id(tensor)] = tensor.detach().clone()
     for parameter in set(model.parameters()).difference(filter(requires_grad, parameters_of(base))):
         memo[id(parameter)] = parameter
         if parameter.requires_grad:  # the same values, which get no gradient
@@ -126,16 +127,13 @@ def require_equal(logits: Tensor, prediction: Tensor) -> None:
 
 
 def written(model: nn.Module) -> list[Any]:
-    """How often each of a model's tensors was written to, where its values are, and their sum. Synchronizes.
+    """How often each of a model's tensors was written to, and the sum of its values. Synchronizes.
 
-    ``.data =`` changes where they are alone, and writing to ``.data`` their sum alone. It is a string, in which nan
-    equals nan.
+    Writing to ``.data`` changes the sum alone. It is a string, in which nan equals nan.
     """
-    return [
-        (version_of(tensor), tensor.data_ptr(), _has_sum(tensor) and str(tensor.data.sum().item()))
-        for tensor in chain(model.parameters(), model.buffers())
-    ]
-
-
-def _has_sum(tensor: Tensor) -> bool:
-    return type(tensor.data) is Tensor and tensor.dtype.itemsize > 1
+    found: list[Any] = []
+    for tensor in chain(model.parameters(), model.buffers()):
+        found.append(version_of(tensor))
+        if type(tensor.data) is Tensor and tensor.dtype.itemsize > 1:  # which has a sum
+            found.append(str(tensor.data.sum().item()))
+    return found

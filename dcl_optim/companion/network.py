@@ -101,7 +101,6 @@ class Network:
             self.wide = WideWeights(self.own)
             self._weights = list(map(self.wide.behind, self.own))
             self.optimizer = make_optimizer(base, self._theirs, self._weights, options.make_optimizer)
-        self._follow_options()
         self._modules = [(model, self.module)]
         if self._is_copy:
             self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
@@ -246,9 +245,9 @@ class Network:
                 saved["state"] = {int(key) if str(key).isdigit() else key: one for key, one in states}
             self.optimizer.load_state_dict(saved)
             self.module.load_state_dict(state["model"], strict=False)
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
-                if parameter in self.wide.weights:  # which has more than was loaded into its rounding
-                    self.wide.weights[parameter].data.copy_(state["model"][name])
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            for half, weight in self.wide.weights.items():  # which has more than was loaded into its rounding
+                weight.data.copy_(state["model"][names[half]])
         self.has_begun = state["begun"]
         self.has_predicted = False
         self.is_new = False

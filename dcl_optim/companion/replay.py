@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
             leaf.detach().requires_grad_(leaf.requires_grad).clone() if isinstance(leaf, Tensor) else _shallow(leaf)
             for leaf in self.leaves
         ]
-        return self._replace(leaves=leaves)
+        return Arguments(leaves, self.structure, self.names)
 
 
 class Replay:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,8 +78,8 @@ class Rows:
         ]
         case = (*arguments.names, *is_cut)
         if case not in self._can_cut:
-            with torch.no_grad(), _in_evaluation(network):
-                self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, is_cut, call, rows, length)
+            with torch.no_grad():
+                self._can_cut[case] = any(is_cut) and _is_same_by_rows(arguments, is_cut, network, call, rows, length)
         if self._can_cut[case]:
             return rows, cut(arguments, is_cut, rows)
         if self._is_given:
@@ -101,17 +100,22 @@ def cut(arguments: Arguments, is_cut: list[bool], rows: Tensor) -> Arguments:
         leaf.index_select(0, rows.to(leaf.device)) if has_rows else leaf
         for leaf, has_rows in zip(arguments.leaves, is_cut, strict=True)
     ]
-    return arguments._replace(leaves=leaves)
+    return Arguments(leaves, arguments.structure, arguments.names)
 
 
-def _is_same_by_rows(arguments: Arguments, is_cut: list[bool], call: Call, rows: Tensor, length: int) -> bool:
-    """Whether the logits of rows in a part of the batch are those in the whole batch.
+def _is_same_by_rows(
+    arguments: Arguments, is_cut: list[bool], network: nn.Module, call: Call, rows: Tensor, length: int
+) -> bool:
+    """Whether the logits of rows in a part of the batch are those in the whole batch, in evaluation mode.
 
     First the other rows are replaced by copies of these: a graph whose edges leave the part is then no error of an
     index, which would end a process with a GPU.
     """
     repeated = rows.repeat(length // len(rows) + 1)[:length]
+    training = [layer for layer in network.modules() if layer.training]
     try:
+        for layer in training:
+            layer.training = False  # not by eval(), which some layers merge their weights in
         expected = call(arguments.copied()).index_select(0, rows)
         for chosen in (repeated, rows):
             found = call(cut(arguments.copied(), is_cut, chosen))[: len(rows)]
@@ -119,17 +123,7 @@ def _is_same_by_rows(arguments: Arguments, is_cut: list[bool], call: Call, rows:
                 return False
     except Exception:  # whatever a model raises for a batch that it was not made for
         return False
-    return True
-
-
-@contextmanager
-def _in_evaluation(module: nn.Module) -> Iterator[None]:
-    """Put layers into evaluation mode for a while, without what their own ``eval`` may do."""
-    training = [layer for layer in module.modules() if layer.training]
-    try:
-        for layer in training:
-            layer.training = False
-        yield
     finally:
         for layer in training:
             layer.training = True
+    return True
