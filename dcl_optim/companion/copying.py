@@ -127,13 +127,14 @@ def require_equal(logits: Tensor, prediction: Tensor) -> None:
 
 
 def written(model: nn.Module) -> list[Any]:
-    """How often each of a model's tensors was written to, and the sum of its values. Synchronizes.
+    """How often each of a model's tensors was written to, where its values are, and their sum. Synchronizes.
 
-    Writing to ``.data`` changes the sum alone. It is a string, in which nan equals nan.
+    ``.data =`` changes where they are alone, and writing to ``.data`` their sum alone. It is a string, in which nan
+    equals nan.
     """
     found: list[Any] = []
     for tensor in chain(model.parameters(), model.buffers()):
-        found.append(version_of(tensor))
+        found += version_of(tensor), tensor.data_ptr()
         if type(tensor.data) is Tensor and tensor.dtype.itemsize > 1:  # which has a sum
             found.append(str(tensor.data.sum().item()))
     return found

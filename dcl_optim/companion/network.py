@@ -175,13 +175,12 @@ class Network:
         if has_ranks:
             self._fill_gradients()
         gradients = list(gradients_of(self._weights))
-        if has_ranks:  # that of the ranks' forward passes together
-            total = torch.as_tensor(total, dtype=torch.float32, device=gradients[0].device).clone()
-            self._group.average([total, *gradients])
+        first = self._weights[0]
+        divisor = torch.as_tensor(total, dtype=first.dtype, device=first.device).clamp(min=TINY)
+        if has_ranks:  # then it is that of the ranks' forward passes together
+            self._group.average([divisor, *gradients])
         if gradients:
-            parts = local_parts(gradients)
-            divisor = total.clamp(min=TINY).to(parts[0].device) if isinstance(total, Tensor) else max(total, TINY)
-            torch._foreach_div_(parts, divisor)
+            torch._foreach_div_(local_parts(gradients), divisor)
         self._follow_options()
         self.has_begun = self.has_begun or not are_zero(gradients)
         if self.has_begun:
@@ -220,7 +219,6 @@ class Network:
 
     def state_dict(self) -> dict[str, Any]:
         """The companion's tensors without what it shares with the model, and its optimizer's state."""
-        self._follow_options()  # what the script has changed since the last step, as a scheduler does
         self.wide.read_network()
         return {"begun": self.has_begun, "model": self.own_tensors(), "optimizer": self.optimizer.state_dict()}
 

@@ -45,10 +45,11 @@ def make_optimizer(base: Optimizer, theirs: list[Tensor], ours: list[Tensor], ma
     if make is None:
         return copy_optimizer(base, theirs, ours)
     made: Any = make(list(ours))
-    if not isinstance(made, Optimizer):
-        raise TypeError(f"companion_optimizer must build an optimizer, but returned {made!r}")
-    if not set(parameters_of(made)).issubset(ours):
-        raise ValueError("companion_optimizer must build an optimizer of the parameters that it gets, and of no others")
+    if not isinstance(made, Optimizer) or not set(parameters_of(made)).issubset(ours):
+        raise ValueError(
+            "companion_optimizer must build an optimizer of the parameters that it gets, and of no others, but "
+            f"returned {made!r}"
+        )
     if hasattr(made, "train"):  # Schedule-Free has two modes
         made.train()
     return made

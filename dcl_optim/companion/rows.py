@@ -118,8 +118,8 @@ def _is_same_by_rows(
             layer.training = False  # not by eval(), which some layers merge their weights in
         expected = call(arguments.copied()).index_select(0, rows)
         for chosen in (repeated, rows):
-            found = call(cut(arguments.copied(), is_cut, chosen))[: len(rows)]
-            if not are_close(expected, found, ROUNDING):
+            found = call(cut(arguments.copied(), is_cut, chosen))
+            if len(found) != len(chosen) or not are_close(expected, found[: len(rows)], ROUNDING):
                 return False
     except Exception:  # whatever a model raises for a batch that it was not made for
         return False

@@ -379,6 +379,17 @@ def of_nested():
     return Calls(lambda model, x: model.net(x.to_padded_tensor(0.0).mean(1)), net=nn.Linear(FEATURES, CLASSES))
 
 
+def of_lists_with_labels():
+    """A head of zeros, which gives any rows the same logits: only their number shows that images are not cut."""
+
+    def compute(model, images, labels):
+        return torch.stack([model.net(image).mean(0) for image in images])
+
+    net = nn.Linear(FEATURES, CLASSES)
+    nn.init.zeros_(net.weight)
+    return Calls(compute, net=net)
+
+
 def batch_statistics():
     norm = nn.BatchNorm1d(FEATURES, track_running_stats=False)
     return Calls(lambda model, x: model.head(model.norm(x)), norm=norm, head=nn.Linear(FEATURES, CLASSES))
@@ -401,6 +412,10 @@ NOT_CUT = {
     "logits with the time first": (all_times, lambda: [torch.randn(N, 3, FEATURES)]),
     "list of images": (of_lists, lambda: [[torch.randn(2 + row % 2, FEATURES) for row in range(N)]]),
     "as many lines as images": (of_lists, lambda: [[torch.randn(N, FEATURES) for row in range(N)]]),
+    "list of images with labels": (
+        of_lists_with_labels,
+        lambda: [[torch.randn(3, FEATURES) for row in range(N)], torch.arange(N)],
+    ),
     "graph": (graph, lambda: [torch.randn(N, FEATURES), torch.randint(N, (2, 9))]),
     "mask": (masked, lambda: [{"x": torch.randn(N, N), "mask": torch.rand(N)}]),
     "mask of ones": (masked, lambda: [{"x": torch.randn(N, N), "mask": torch.ones(N)}]),

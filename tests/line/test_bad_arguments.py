@@ -114,8 +114,8 @@ def test_arguments(kind, options, error, message):
         ),
         (
             lambda m: DCLOptimizer(sgd(m), m, companion_optimizer=lambda parameters: None).companion_optimizer,
-            TypeError,
-            r"companion_optimizer must build an optimizer, but returned None",
+            ValueError,
+            r"companion_optimizer must build an optimizer of .*, but returned None",
         ),
         (
             lambda m: DCLOptimizer(DCLOptimizer(sgd(m), m), m),
