@@ -25,7 +25,7 @@ from dcl_optim.pytorch.parameters import (
     parameters_of,
     requires_grad,
 )
-from dcl_optim.pytorch.ranks import DataParallelGroup, local_parts
+from dcl_optim.pytorch.ranks import DataParallelGroup, any_sharded, local_parts
 
 TINY = 1e-30  # what can be divided by
 FOLLOWED = ("lr", "weight_decay", "momentum", "betas")  # what schedules change
@@ -177,10 +177,12 @@ class Network:
         gradients = list(gradients_of(self._weights))
         first = self._weights[0]
         divisor = torch.as_tensor(total, dtype=first.dtype, device=first.device).clamp(min=TINY)
-        if has_ranks:  # then it is that of the ranks' forward passes together
-            self._group.average([divisor, *gradients])
+        if has_ranks and any_sharded(gradients):  # this rank has parts of the gradients of all
+            self._group.average([divisor])
         if gradients:
             torch._foreach_div_(local_parts(gradients), divisor)
+        if has_ranks:
+            self._group.average(gradients)
         self._follow_options()
         self.has_begun = self.has_begun or not are_zero(gradients)
         if self.has_begun:
