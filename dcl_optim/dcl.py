@@ -202,7 +202,8 @@ class DCLOptimizer(ForecastOptimizer):
         r"""The companion :math:`\omega`, a module; made now if not before.
 
         Evaluate it after ``optimizer.companion.eval()``; it takes the model's mode in the next training forward pass.
-        It is not compiled with the model: call ``optimizer.companion.compile()``.
+        It is not compiled with the model: call ``optimizer.companion.compile()``. Write to it by ``load_state_dict`` or
+        in ``torch.no_grad()``: in half precision, writes to ``.data`` in place are lost at the next step.
         """
         return self.forecaster.network.module
 

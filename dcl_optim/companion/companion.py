@@ -211,7 +211,7 @@ class Companion(Forecaster):
     def observe(self, forward: Forward, pull: Pull, labels: Labels | None, scale: Scale, alpha: float) -> None:
         prediction: Prediction = forward.prediction
         logits = prediction.logits
-        if not logits.requires_grad:
+        if not len(forward.rows) or not logits.requires_grad:
             return
         prediction.logits = logits.detach()  # the graph waits in _pending, for one backward pass of all together
         towards = pull_towards_target(self.distance, *pull.lesson, pull, alpha)

@@ -77,6 +77,8 @@ class Network:
     _num_ranks = 0  # at the last forward pass; 0 before the first
 
     def __init__(self, model: nn.Module, base: Optimizer, options: CompanionOptions, group: DataParallelGroup) -> None:
+        if has_other_parameters(base, model):
+            raise ValueError(NOTHING_TO_TRAIN)
         self._model = model
         self._base = base
         self._options = options
@@ -89,13 +91,12 @@ class Network:
         # Some layers draw when they are copied, as for a random name.
         with torch.random.fork_rng([], device_type="cpu"), torch.inference_mode(False):
             self.module = build(model, base, options.companion)
+            # What is trained: the base's parameters, the companion's in their place and others, and what is stepped.
             names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
             own = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in names}
-            twins: dict[Tensor, Tensor] = {p: own[names[p]] for p in parameters_of(base) if names.get(p) in own}
-            others = [parameter for name, parameter in own.items() if name not in names.values()]
-            # What is trained: the base's parameters, the companion's in their place and others, and what is stepped.
-            self._theirs = list(twins)
-            self.own = [*twins.values(), *others]
+            self._theirs = [parameter for parameter in parameters_of(base) if names.get(parameter) in own]
+            self.own = [own.pop(names[parameter]) for parameter in self._theirs]
+            self.own += [parameter for name, parameter in own.items() if name not in names.values()]
             if not self.own:
                 raise ValueError(NOTHING_TO_TRAIN)
             self.wide = WideWeights(self.own)
@@ -131,8 +132,10 @@ class Network:
         """Bring the companion to where the model is."""
         if self._group.size != self._num_ranks:  # DistributedDataParallel may come later than the companion
             self._num_ranks = self._group.size
-            self._group.broadcast(parameter.data for parameter in self.own)
+            self.wide.read_network()
+            self._group.broadcast(weight.data for weight in self._weights)
             self._group.broadcast(self.module.buffers())
+            self.wide.write_network()
         forward: Any = vars(self._model).get("forward")
         if forward is not self._forward and self._is_copy:  # by a library: Lightning for a call, Accelerate
             self._forward = forward

@@ -12,13 +12,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dcl_optim.pytorch.internals import version
+from dcl_optim.pytorch.ranks import local_parts
+
 HALF = (torch.float16, torch.bfloat16)
 
 
 class WideWeights:
     """A weight of float32 for each parameter in half precision.
 
-    The network's parameters are their rounding, unless the script has written to them.
+    The network's parameters are their rounding, unless the script has written to them since.
 
     Args:
         parameters: of the network, of any dtype.
@@ -40,27 +43,52 @@ class WideWeights:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         halves = [parameter for parameter in parameters if parameter.dtype in HALF]
         self.weights = {half: nn.Parameter(half.detach().float()) for half in halves}
+        self._written = _written(self.weights)
 
     def behind(self, parameter: Tensor) -> Tensor:
         """The weight behind a parameter, or a parameter itself that has none."""
         return self.weights.get(parameter, parameter)
 
     def read_network(self) -> None:
-        """Take what the script has written: a value that is not the rounding of its weight."""
+        """Take what the script has written into parameters in half precision since they were last written here.
+
+        A value that is not the rounding of its weight is the script's; to move the network is to write to it.
+        """
+        now = _written(self.weights)
+        if now == self._written:
+            return
         for half, weight in self.weights.items():
             is_rounding = half == weight.to(half)
             weight.data = torch.where(is_rounding, weight.data.to(half.device), half.detach().float())
+        self._written = now
 
     def write_network(self) -> None:
         """Round the weights into the network's parameters."""
-        with torch.no_grad():
-            for half, weight in self.weights.items():
-                half.copy_(weight)
+        _copy(self.weights.values(), self.weights)
+        self._written = _written(self.weights)
 
     def widen_gradients(self) -> None:
         """Before a step: move the gradients of the network's parameters to the weights."""
         self.read_network()
+        gradients = []
+        wide = []
         for half, weight in self.weights.items():
             if half.grad is not None:
-                weight.grad = half.grad.to(weight.dtype)
+                gradients.append(half.grad)
+                weight.grad = torch.empty_like(half.grad, dtype=weight.dtype)
+                wide.append(weight.grad)
                 half.grad = None
+        _copy(gradients, wide)
+
+
+def _written(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """How often each parameter was written to, and where its values are, which ``.data =`` changes."""
+    return list(zip(map(version, parameters), map(Tensor.data_ptr, parameters), strict=True))
+
+
+def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
+    """Copy tensors into others, whatever their dtype."""
+    with torch.no_grad():
+        into = local_parts(targets)  # torch copies no shards together
+        if into:
+            torch._foreach_copy_(into, local_parts(sources))
