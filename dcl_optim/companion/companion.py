@@ -214,7 +214,8 @@ class Companion(Forecaster):
         if not len(forward.rows) or not logits.requires_grad:
             return
         prediction.logits = logits.detach()  # the graph waits in _pending, for one backward pass of all together
-        towards = pull_towards_target(self.distance, *pull.lesson, pull, alpha)
+        z, c = pull.lesson
+        towards = pull_towards_target(self.distance, z, c, pull, alpha)
         gradient = towards.gradient(logits.shape, towards.slope.dtype, forward.class_dim, scale, overwrites=True)
         if logits.dtype == torch.float16:  # a gradient scaler's s grows until the model's gradient overflows
             self._fit_into_half(towards.slope)

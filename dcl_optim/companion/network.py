@@ -95,7 +95,7 @@ class Network:
             names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
             own = {name: p for name, p in self.module.named_parameters() if p.requires_grad and p not in names}
             self._theirs = [parameter for parameter in parameters_of(base) if names.get(parameter) in own]
-            self.own = [own.pop(names[parameter]) for parameter in self._theirs]
+            self.own: list[Tensor] = [own.pop(names[parameter]) for parameter in self._theirs]
             self.own += [parameter for name, parameter in own.items() if name not in names.values()]
             if not self.own:
                 raise ValueError(NOTHING_TO_TRAIN)
@@ -248,7 +248,7 @@ class Network:
                 saved["state"] = {int(key) if str(key).isdigit() else key: one for key, one in states}
             self.optimizer.load_state_dict(saved)
             self.module.load_state_dict(state["model"], strict=False)
-            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
             for half, weight in self.wide.weights.items():  # which has more than was loaded into its rounding
                 weight.data.copy_(state["model"][names[half]])
         self.has_begun = state["begun"]

@@ -73,8 +73,7 @@ class Rows:
         drawn = torch.randperm(length, generator=self.generator, device="cpu")[:number]
         rows = drawn.to(forward.rows.device, non_blocking=True)
         is_cut = [
-            isinstance(leaf, Tensor) and not leaf.is_nested and leaf.shape[:1] == (length,)
-            for leaf in arguments.leaves
+            isinstance(leaf, Tensor) and not leaf.is_nested and leaf.shape[:1] == (length,) for leaf in arguments.leaves
         ]
         case = (*arguments.names, *is_cut)
         if case not in self._can_cut:
