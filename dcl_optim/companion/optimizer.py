@@ -68,11 +68,10 @@ def copy_optimizer(base: Optimizer, theirs: list[Tensor], ours: list[Tensor]) ->
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"{kind.__name__} cannot train the companion: it steps with a closure only; {PASS_ANOTHER}")
-    twins = dict(zip(theirs, ours, strict=False))
-    groups = [[twins[parameter] for parameter in group["params"] if parameter in twins] for group in base.param_groups]
-    groups[0] += ours[len(theirs) :]
     copied = kind.__new__(kind)
     memo: dict[int, Any] = dict(zip(map(id, theirs), ours, strict=False))
+    groups = [[memo[id(p)] for p in group["params"] if id(p) in memo] for group in base.param_groups]
+    groups[0] += ours[len(theirs) :]
     for one in (base, inner):  # ZeroRedundancyOptimizer's trains a part of the parameters
         memo |= {id(group["params"]): own for group, own in zip(one.param_groups, groups, strict=True)}
     memo |= {id(inner): copied, id(inner.state): defaultdict(dict)}

@@ -44,7 +44,7 @@ class Rows:
     """
 
     def __init__(self, fraction: float | None) -> None:
-        self._fraction = HALF if fraction is None else fraction
+        self._fraction = fraction or HALF
         self._is_given = fraction is not None
         self._can_cut: dict[tuple[Any, ...], bool] = {}
         self._said: set[str] = set()
