@@ -80,7 +80,8 @@ class DCLOptimizer(ForecastOptimizer):
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
         RuntimeError: the model cannot be copied, or its copy would train the model's own parameters (at the first
-            training forward pass); the factor on the loss of the first batches cannot be read (in backward).
+            training forward pass); the factor on the loss of the first batches cannot be read, or of most in
+            the first 100 steps (in backward).
 
     Warns:
         UserWarning: the copy's first prediction differs from the model's logits; the companion cannot get a part of the

@@ -50,7 +50,8 @@ class DCPOptimizer(ForecastOptimizer):
         model: the model that it trains.
         weight: :math:`\lambda \ge 0`, a callable of the step (counted from 1), or ``"auto"`` (default), which grows
             from 0.1 to 1, with fewer than 100 classes to K/100, as the training accuracy grows; with
-            ten or fewer it is 0.1 (:class:`~dcl_optim.AutoWeight`). The paper uses 1.
+            ten or fewer it is 0.1. For other numbers pass an :class:`~dcl_optim.AutoWeight`,
+            ``weight=AutoWeight(floor=0.05)``. The paper uses 1. May be set later too, ``optimizer.weight = 0.1``.
         num_classes: K, the number of classes and of logits; the prototypes take K² numbers, at most 1 GiB. None
             (default) for that of the first logits.
         logits: function of the model's output that returns the logits tensor. None (default) for the output itself,
@@ -68,7 +69,7 @@ class DCPOptimizer(ForecastOptimizer):
 
     Raises:
         ValueError, TypeError: an argument is invalid, or the base optimizer does not train the model.
-        RuntimeError: in backward, the labels of the first batches cannot be read.
+        RuntimeError: in backward, the labels of the first batches cannot be read, or of most in the first 100 steps.
         ValueError: in backward, the logits have another number of classes than before or than ``num_classes``, or more
             than memory allows; or the labels are the rows' places in the batch, and ``num_classes`` was not given.
 

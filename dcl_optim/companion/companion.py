@@ -121,6 +121,7 @@ class Companion(Forecaster):
         """Begin with nothing to learn."""
         self._rows.generator = None
         self._pending: list[tuple[Tensor, Tensor]] = []  # logits whose backward pass has not run, and their gradients
+        self._has_predicted = False  # in this step
         self._total_scale: Scale | None = None  # the sum of |s|, once it has something to learn
         self._half_factor: Tensor | None = None  # of all gradients, once there were logits in float16
 
@@ -177,6 +178,7 @@ class Companion(Forecaster):
             self._masks.look_for(logits)  # of a companion from a state, which may mask what the model does not
             network.has_predicted = True
         forward.prediction = Prediction(logits, drawn)
+        self._has_predicted = True
 
     def _compare_whole(self, arguments: Arguments, forward: Forward) -> None:
         """Check that a new copy equals the model, of the whole batch, but without a graph, and leave no trace."""
@@ -265,7 +267,7 @@ class Companion(Forecaster):
     def learn(self, alpha: float) -> None:
         if self._pending:  # which only compiled autograd leaves
             self.end_backward()
-        has_ranks = self._group.size > 1  # each of which must bring the same to the reduction
+        has_ranks = self._group.size > 1 and self._has_predicted  # each of which must bring the same to the reduction
         total = self._total_scale
         if total is None and has_ranks:
             total = 0.0

@@ -94,6 +94,12 @@ def trained_on_rank(rank, variant, order, accumulate, way):
         parallel = DistributedDataParallel(model)
         optimizer = wrap(variant, parallel)
     train_rank(rank, parallel, optimizer, batches(STEPS), accumulate, way)
+    return after_an_empty_step(model, optimizer)
+
+
+def after_an_empty_step(model, optimizer):
+    optimizer.zero_grad()
+    optimizer.step()
     return snapshot(model, optimizer)
 
 
@@ -119,7 +125,7 @@ def trained_alone(variant):
     model = mlp(seed=0)
     optimizer = wrap(variant, model)
     fit(optimizer, batches(STEPS))
-    return snapshot(model, optimizer)
+    return after_an_empty_step(model, optimizer)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
