@@ -46,7 +46,8 @@ class DCLOptimizer(ForecastOptimizer):
     **What the loss is multiplied by** (a gradient scaler, accumulation) is read from the gradient of a softmax
     cross-entropy. For every other loss add the penalty to it: ``loss = criterion(z, y) + optimizer.penalty(z)``.
 
-    Most scripts need no keyword argument. Those after ``process_group`` are the paper's, and ``strict``.
+    Most scripts need no keyword argument. Those after ``process_group`` are the paper's, and ``strict``. The attribute
+    ``base`` is the wrapped optimizer.
 
     Args:
         base_optimizer: the ``torch.optim`` optimizer to wrap.
@@ -85,9 +86,8 @@ class DCLOptimizer(ForecastOptimizer):
 
     Warns:
         UserWarning: the copy's first prediction differs from the model's logits; the companion cannot get a part of the
-            rows; a later batch cannot be read or is not
-            finite, and gets no penalty; the companion was copied again; weights were loaded; or the model returned
-            several tensors that may be the logits.
+            rows; a later batch cannot be read or is not finite, and gets no penalty; the companion was copied again;
+            weights were loaded; or the model returned several tensors that may be the logits.
 
     Examples:
         >>> import torch

@@ -43,7 +43,8 @@ class DCPOptimizer(ForecastOptimizer):
     optimizer.penalty(z, y)``, which has the weight in it. Sigmoid outputs (binary, multi-label) and regression have no
     classes.
 
-    Most scripts need no keyword argument. Those after ``process_group`` are the paper's, and ``strict``.
+    Most scripts need no keyword argument. Those after ``process_group`` are the paper's, and ``strict``. The attribute
+    ``base`` is the wrapped optimizer.
 
     Args:
         base_optimizer: the ``torch.optim`` optimizer to wrap.
