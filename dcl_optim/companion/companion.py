@@ -46,7 +46,8 @@ WRITES_TO_THE_MODEL = (
 OTHER_MASKS = (
     "the companion's logits are masked (900 below the largest of their row) for other classes than the model's, as "
     "where a script has opened classes of the model. They have no penalty there.\n"
-    "  Fix: call optimizer.reset_companion() when classes open, or open them in optimizer.companion too"
+    "  Fix: call optimizer.reset_companion() when classes open, or open them in optimizer.companion too. If none have "
+    "opened, training diverges: lower the learning rate"
 )
 REACHED = (
     "the script's loss gives gradients to the companion: the model's forward puts tensors into a list or an object "
