@@ -94,13 +94,13 @@ def trained_on_rank(rank, variant, order, accumulate, way):
         parallel = DistributedDataParallel(model)
         optimizer = wrap(variant, parallel)
     train_rank(rank, parallel, optimizer, batches(STEPS), accumulate, way)
-    return after_an_empty_step(model, optimizer)
+    step_without_a_batch(optimizer)
+    return snapshot(model, optimizer)
 
 
-def after_an_empty_step(model, optimizer):
+def step_without_a_batch(optimizer):
     optimizer.zero_grad()
     optimizer.step()
-    return snapshot(model, optimizer)
 
 
 def trained_with_a_copy_on_rank(rank, variant):
@@ -125,7 +125,8 @@ def trained_alone(variant):
     model = mlp(seed=0)
     optimizer = wrap(variant, model)
     fit(optimizer, batches(STEPS))
-    return after_an_empty_step(model, optimizer)
+    step_without_a_batch(optimizer)
+    return snapshot(model, optimizer)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -367,6 +368,7 @@ def with_zero_redundancy(rank, folder, variant):
     base = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
     optimizer = wrap(variant, parallel, base)
     train_rank(rank, parallel, optimizer, batches(STEPS))
+    step_without_a_batch(optimizer)
     with pytest.raises(RuntimeError, match="consolidate_state_dict"):
         optimizer.state_dict()
     base.consolidate_state_dict(to=0)
