@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# torchvision 0.29.1, torch 2.14.1: the head of a VisionTransformer begins with zeros, so the first backward pass reaches no other layer.
-# All first logits are 0, the loss is log K whatever the images are, and the gradients of all 150 parameters of the encoder are
-# exactly 0. A gradient norm, a test that every parameter has a gradient, and a learning-rate finder see the head alone. Losses
-# cannot be told apart either: the first gradient of a focal loss is 1.5 times that of the cross-entropy. ResNet-18 has none of this.
+# torchvision 0.29.1, torch 2.14.1: the head of a VisionTransformer begins with zeros, so the first backward pass reaches no
+# other layer. All first logits are 0, and the first loss is log K, whatever the images are. The first gradients of all 150 other
+# parameters exist, and are exactly 0: a norm of the gradients, a test that each layer gets a gradient, and the first point of a
+# learning-rate range test see the head alone. ResNet-18 has no such gradient.
 #
 # Output seen:
+# vit_b_16: first loss 2.4849 (log 12 is 2.4849), 150 of 152 gradients are 0
+# resnet18: first loss 2.4962 (log 12 is 2.4849), 0 of 62 gradients are 0
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -18,38 +20,17 @@ import torch
 import torch.nn.functional as F
 from torchvision.models import resnet18, vit_b_16
 
-
-def cross_entropy(logits, labels):
-    return F.cross_entropy(logits, labels)
-
-
-def focal(logits, labels):
-    nll = F.cross_entropy(logits, labels, reduction="none")
-    return ((1 - nll.neg().exp()) ** 2 * nll).mean()
-
-
-def first_gradients(build, loss):
+zeros = {}
+for build in (vit_b_16, resnet18):
     torch.manual_seed(0)
     model = build(num_classes=12)
-    images, labels = torch.randn(4, 3, 224, 224), torch.arange(4)
-    logits = model(images)
-    logits.retain_grad()
-    value = loss(logits, labels)
-    value.backward()
-    zeros = sum(not parameter.grad.any() for parameter in model.parameters())
-    return value.item(), zeros, len(list(model.parameters())), logits.grad.flatten()
-
-
-found = {}
-for build in (vit_b_16, resnet18):
-    loss, zeros, number, plain = first_gradients(build, cross_entropy)
-    other = first_gradients(build, focal)[-1]
-    angle = torch.nn.functional.cosine_similarity(plain, other, dim=0).item()
-    found[build.__name__] = loss, zeros, number, angle
+    loss = F.cross_entropy(model(torch.randn(4, 3, 224, 224)), torch.arange(4))
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    zeros[build.__name__] = sum(not gradient.any() for gradient in gradients)
     print(
-        f"{build.__name__}: first loss {loss:.4f} (log 12 is {math.log(12):.4f}), {zeros} of {number} gradients are 0, "
-        f"cosine of the gradients of cross-entropy and focal loss {angle:.4f}"
+        f"{build.__name__}: first loss {loss.item():.4f} (log 12 is {math.log(12):.4f}), "
+        f"{zeros[build.__name__]} of {len(gradients)} gradients are 0"
     )
-vit, resnet = found["vit_b_16"], found["resnet18"]
-raise SystemExit(not (vit[1] == vit[2] - 2 and vit[3] > 0.9999 and resnet[1] == 0 and resnet[3] < 0.999))
+raise SystemExit(zeros != {"vit_b_16": 150, "resnet18": 0})
 PYTHON
