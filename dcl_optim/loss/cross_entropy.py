@@ -167,7 +167,7 @@ def read(form: Form, z: Tensor, g: Tensor, last_scale: Tensor | None = None, wan
     # A comparison with a number makes a tensor of it first.
     zero = constant(0.0, z.device)
     steps = constant(HALF_STEP * math.sqrt(z.numel()) if g.dtype == torch.float16 else 0.0, z.device)
-    g = wide(g)
+    g = g.to(wide_dtype(g.dtype))
     # Not zero if an entry is not: a row sums to 0, or in half precision may be negative as a whole.
     live = (g.amin(1) if form.smoothing == LOG else g.amax(1)).ne_(zero)
     num_live = live.sum()
