@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, add_note, are_zero, make_optimizer
+from dcl_optim.companion.replay import CPU
 from dcl_optim.companion.wide_weights import WideWeights
 from dcl_optim.penalty.pull import Scale
 from dcl_optim.pytorch.arguments import check_state
@@ -164,7 +165,7 @@ class Network:
                 weight.grad = torch.zeros_like(weight)
 
     def step(self, total: Scale, has_ranks: bool) -> None:
-        """Step with the base's options, unless no gradient was other than 0.
+        """Step with the base's options, unless no gradient was other than 0; its draws are not taken from the script's.
 
         To ask whether one was synchronizes, mostly in two steps.
 
@@ -189,8 +190,10 @@ class Network:
         self._follow_options()
         self.has_begun = self.has_begun or not are_zero(gradients)
         if self.has_begun:
+            others = [] if self.device == CPU else [self.device]  # that have a generator of their own
             try:
-                self.optimizer.step()
+                with torch.random.fork_rng(others, device_type=self.device.type):
+                    self.optimizer.step()
             except Exception as error:
                 add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")
                 raise

@@ -97,6 +97,24 @@ def test_zero_weight_is_the_base_optimizer(name, variant, loop, way):
         assert seen(optimizer).all(), "the prototypes learn all the same"
 
 
+class Langevin(torch.optim.SGD):
+    """Adds noise to each step."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.01)
+        return loss
+
+
+def test_the_script_does_not_notice_what_the_companions_optimizer_draws():
+    model = network()
+    alone = copy.deepcopy(model)
+    expected = list(losses(alone, Langevin(alone.parameters(), lr=0.05), "plain"))
+    optimizer = wrap(model, Langevin(model.parameters(), lr=0.05), weight=0.0)
+    assert list(losses(model, optimizer, "plain")) == expected
+
+
 def test_every_optimizer_trains_a_companion_of_its_own_class():
     for name, make in DENSE.items():
         if takes_only_closures(name):
