@@ -232,9 +232,11 @@ def assert_same(first: Any, second: Any, **tolerance: float) -> None:
         assert len(first) == len(second)
         for a, b in zip(first, second, strict=True):
             assert_same(a, b, **tolerance)
-    elif first != second:  # an object that some optimizers keep in their state
+    elif first != second and getattr(first, "__dict__", None):  # an object that some optimizers keep in their state
         assert type(first) is type(second)
-        assert_same(getattr(first, "__dict__", None), getattr(second, "__dict__", second), **tolerance)
+        assert_same(vars(first), vars(second), **tolerance)
+    else:
+        assert first == second
 
 
 def assert_same_networks(first: DCLOptimizer, second: DCLOptimizer) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dcl_optim.companion.copying import build
 from dcl_optim.companion.optimizer import PASS_ANOTHER, MakeOptimizer, add_note, are_zero, make_optimizer
-from dcl_optim.companion.replay import CPU
+from dcl_optim.companion.replay import forked_rng
 from dcl_optim.companion.wide_weights import WideWeights
 from dcl_optim.penalty.pull import Scale
 from dcl_optim.pytorch.arguments import check_state
@@ -89,8 +89,7 @@ class Network:
         self._known = _trained_by(base)
         self._seen: list[Any] = []  # the groups at the last forward
         self.device = next(parameters_of(base)).device
-        # Some layers draw when they are copied, as for a random name.
-        with torch.random.fork_rng([], device_type="cpu"), torch.inference_mode(False):
+        with forked_rng(self.device), torch.inference_mode(False):  # some layers draw when they are copied
             self.module = build(model, base, options.companion)
             # What is trained: the base's parameters, the companion's in their place and others, and what is stepped.
             names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
@@ -190,9 +189,8 @@ class Network:
         self._follow_options()
         self.has_begun = self.has_begun or not are_zero(gradients)
         if self.has_begun:
-            others = [] if self.device == CPU else [self.device]  # that have a generator of their own
             try:
-                with torch.random.fork_rng(others, device_type=self.device.type):
+                with forked_rng(self.device):
                     self.optimizer.step()
             except Exception as error:
                 add_note(error, f"This was raised in the step of the companion's optimizer: {PASS_ANOTHER}")

@@ -64,9 +64,9 @@ class Replay:
         self._thread = threading.get_ident()
         self._arguments: Any = _flattened(args, kwargs).copied()
         self._device = device
-        self._others = [] if device == CPU else [device]  # that have a generator of their own
-        self._state = torch.get_rng_state()
-        self._states = [torch.get_device_module(other).get_rng_state(other) for other in self._others]
+        self._rng_states = [torch.get_rng_state()]
+        if device != CPU:
+            self._rng_states.append(torch.get_device_module(device).get_rng_state(device))
 
     def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The arguments as the model got them, after its forward pass; ``args`` and ``kwargs`` are what it has now."""
@@ -88,11 +88,25 @@ class Replay:
             # Detached, a saved output does not hold the graph that holds it.
             hooks = torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach)
         args, kwargs = unflatten_tree(arguments.leaves, arguments.structure)
-        with torch.random.fork_rng(self._others, device_type=self._device.type), hooks:
-            torch.set_rng_state(self._state)
-            for other, state in zip(self._others, self._states, strict=True):
-                torch.get_device_module(other).set_rng_state(state, other)
+        with forked_rng(self._device), hooks:
+            of_cpu, *of_device = self._rng_states
+            torch.set_rng_state(of_cpu)
+            for state in of_device:
+                torch.get_device_module(self._device).set_rng_state(state, self._device)
             return network(*args, **kwargs)
+
+
+def forked_rng(device: torch.device) -> AbstractContextManager[Any]:
+    """Give the generators that may draw on this device, the CPU's and its own, back as they were.
+
+    Examples:
+        >>> _ = torch.manual_seed(0)
+        >>> with forked_rng(CPU):
+        ...     first = torch.rand(3)
+        >>> torch.equal(first, torch.rand(3))
+        True
+    """
+    return torch.random.fork_rng([] if device == CPU else [device], device_type=device.type)
 
 
 def _flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

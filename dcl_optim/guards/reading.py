@@ -45,6 +45,9 @@ class ReadingGuard:
     Args:
         name: of the optimizer, for messages.
         reads_labels: whether labels are needed, or the factor alone.
+
+    Attributes:
+        num_gradients: since a form is known; guards.py counts those that were read.
     """
 
     def __init__(self, name: str, reads_labels: bool) -> None:
@@ -55,7 +58,7 @@ class ReadingGuard:
         self._num_silent = 0  # gradients that told nothing, before a form was known
         self._num_said = 0  # unread gradients of which the last warning told
         self._num_before = 0  # unread gradients before a form was known
-        self.num_gradients = 0  # since then
+        self.num_gradients = 0
         self._has_said_certain = False
 
     def gradient_came(self, forward: Forward, reader: LossReader) -> None:

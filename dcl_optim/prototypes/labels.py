@@ -39,7 +39,7 @@ def labels_of(labels: Any, logits: Tensor, may_read: bool, ignore_index: int) ->
             f"logits of shape {shape} have no classes; pass (N, K) or (N, K, d1, ...) with K of at least 2, or use "
             "DCLOptimizer (no gain was measured)"
         )
-    if labels.dtype == torch.bool:
+    if labels.dtype == torch.bool or labels.is_complex():
         raise TypeError(f"labels has {labels.dtype}; of two classes pass labels.long(), else {KINDS}")
     is_soft = labels.is_floating_point()
     if labels.shape != (shape if is_soft else (*shape[:1], *shape[2:])):

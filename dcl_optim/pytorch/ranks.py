@@ -51,7 +51,7 @@ def any_sharded(tensors: list[Tensor]) -> bool:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether one is."""
+    """Whether a tensor is over all ranks, each of which holds its part."""
     return any_sharded([tensor])
 
 

@@ -171,11 +171,9 @@ FAULTS = [
     # the companion
     Fault("no chase", "companion.companion:Companion.observe", NOTHING, "reference"),
     Fault("alpha swapped", "penalty.pull:pull_towards_target", replace("1.0 - alpha", "alpha"), "reference"),
-    Fault("RNG not replayed", "companion.replay:Replay.call", drop("torch.set_rng_state(self._state)"),
+    Fault("RNG not replayed", "companion.replay:Replay.call", drop("torch.set_rng_state(of_cpu)"),
           "companion extending"),
-    Fault("RNG not restored", "companion.replay:Replay.call",
-          replace("torch.random.fork_rng(self._others, device_type=self._device.type)", "nullcontext()"),
-          "companion zero_weight"),
+    Fault("RNG not restored", "companion.replay:forked_rng", result("nullcontext()"), "companion zero_weight"),
     Fault("companion's gradients pile up", "companion.network:Network.step",
           drop("self.optimizer.zero_grad()"), "reference"),
     Fault("first rows instead of drawn ones", "companion.rows:Rows.draw",
